@@ -1,0 +1,1 @@
+"""From published weights to target bundles: pull, convert, build graphs, quantise, check."""

@@ -1,0 +1,1 @@
+"""Commands that join the halves: `starsd`, benches, demo, doctor."""

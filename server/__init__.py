@@ -1,0 +1,1 @@
+"""The cloud half: one EAGLE drafter that proposes token trees for many targets."""

@@ -1,0 +1,68 @@
+"""Every error starsd raises on purpose.
+
+    StarsdError
+    ├── UsageError                 the request cannot be met as asked: an option, a name, a value
+    │   ├── MissingExtraError      a library is not installed; names the extra that brings it
+    │   └── ContextOverflowError   more tokens than the model's or the configured context holds
+    ├── ModelError                 a model, head or bundle is not what it claims to be
+    │   ├── UnsupportedModelError  a family, file format or option we refuse, with what is supported
+    │   └── BundleError            a bundle's files and its manifest disagree
+    ├── DownloadError              a file did not arrive whole
+    │   └── HashMismatchError      it arrived, but is not the pinned file
+    ├── StorageError               disk full, quota reached, folder not writable
+    └── EngineError                a target engine was driven out of order (our caller's mistake)
+
+Messages say what was got and what was expected, in lower case and without a full stop; where a remedy exists
+they end with it. A command prints the message on one line and exits with 1.
+"""
+
+from __future__ import annotations
+
+
+class StarsdError(Exception):
+    """Base of all errors that starsd raises on purpose."""
+
+
+class UsageError(StarsdError):
+    """The request cannot be met as asked."""
+
+
+class MissingExtraError(UsageError):
+    """A library that this command needs is not installed."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"{module} is not installed: run pip install 'starsd[{extra}]'")
+        self.module = module
+        self.extra = extra
+
+
+class ContextOverflowError(UsageError):
+    """More tokens than the context holds."""
+
+
+class ModelError(StarsdError):
+    """A model, head or bundle is not what it claims to be."""
+
+
+class UnsupportedModelError(ModelError):
+    """A family, file format or option that is refused by name."""
+
+
+class BundleError(ModelError):
+    """A bundle's files and its manifest disagree."""
+
+
+class DownloadError(StarsdError):
+    """A file did not arrive whole."""
+
+
+class HashMismatchError(DownloadError):
+    """A file arrived, but is not the one that was pinned."""
+
+
+class StorageError(StarsdError):
+    """Disk full, quota reached, or folder not writable."""
+
+
+class EngineError(StarsdError):
+    """A target engine was driven out of order."""

@@ -1,0 +1,118 @@
+"""What a target bundle says of itself: `manifest.json` beside the graph, its weights and its tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from starsd.shared.errors import BundleError
+
+FORMAT = 1
+FILE_NAME = "manifest.json"
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bytes: int
+    sha256: str
+
+
+class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sizes an engine needs to allocate its buffers."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+
+
+class FeatureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which hidden states the graph hands out, beside each other in one row.
+
+    `taps` are layers whose *input* (the residual stream entering them) is taken, in ascending order;
+    `last_hidden` appends the last layer's output after the final norm.
+    """
+
+    taps: tuple[int, ...]
+    last_hidden: bool
+    hidden: int
+
+    @property
+    def width(self) -> int:
+        """Values in one row of features."""
+        return self.hidden * (len(self.taps) + self.last_hidden)
+
+
+class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A quantised bundle against fp32 on the same text: mean KL divergence (nats) and share of equal argmaxes."""
+
+    kl: float
+    top1: float
+    tokens: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int = FORMAT
+    name: str
+    source: str  # the model reference it was exported from
+    fingerprint: str  # source weights, tokenizer and taps; precision and flavour do not enter
+    architecture: str
+    flavour: str
+    precision: str
+    shape: ModelShape
+    features: FeatureSpec
+    eos: tuple[int, ...]
+    files: dict[str, FileEntry]
+    quality: Quality | None = None
+    made_by: dict[str, str] = msgspec.field(default_factory=dict)  # library versions
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(path)
+
+
+def _sha256(path: Path) -> str:  # Python 3.10 lacks hashlib.file_digest
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def entry(path: Path) -> FileEntry:
+    return FileEntry(bytes=path.stat().st_size, sha256=file_sha256(path))
+
+
+def write(manifest: Manifest, folder: Path) -> None:
+    raw = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    (folder / FILE_NAME).write_bytes(raw + b"\n")
+
+
+def read(folder: Path, *, verify: bool = False) -> Manifest:
+    """The manifest of a bundle; its files must exist with the sizes it names, and with its hashes when `verify`.
+
+    Raises BundleError otherwise.
+    """
+    path = folder / FILE_NAME
+    if not path.is_file():
+        raise BundleError(f"{folder} is no bundle: {FILE_NAME} is missing, make one with starsd-export onnx")
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise BundleError(f"{path} cannot be read: {error}") from error
+    if manifest.format != FORMAT:
+        raise BundleError(f"{path} has format {manifest.format}, expected {FORMAT}: export the model again")
+    for name, expected in manifest.files.items():
+        file = folder / name
+        if not file.is_file():
+            raise BundleError(f"{file} is missing, expected {expected.bytes} bytes")
+        if file.stat().st_size != expected.bytes:
+            raise BundleError(f"{file} has {file.stat().st_size} bytes, expected {expected.bytes}")
+        if verify and file_sha256(file) != expected.sha256:
+            raise BundleError(f"{file} is not what was exported: its SHA-256 differs from the manifest's")
+    return manifest
