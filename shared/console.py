@@ -68,7 +68,8 @@ def run(app: Callable[..., Any], argv: Sequence[str] | None, prog: str) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
             raise
-        print(f"{prog}: {(error.strerror or str(error)).lower()}: {error.filename or "while writing"}", file=sys.stderr)
+        where = error.filename or "while writing"
+        print(f"{prog}: {(error.strerror or str(error)).lower()}: {where}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\n{prog}: interrupted", file=sys.stderr)
