@@ -1,0 +1,165 @@
+"""A model's text side: its tokenizer, its chat template and the tokens that end a generation.
+
+Everything is read from the model's folder, in Hugging Face layout, with `tokenizers` and `jinja2` alone.
+
+Special tokens spelled out inside a message become special tokens, as with transformers' `apply_chat_template`: the
+template's text is encoded as one. Who serves strangers must refuse or escape them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from starsd.edge.detokenize import TextStream
+from starsd.edge.template import ChatTemplate, Messages
+from starsd.shared.errors import ModelError, UsageError
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+
+
+class Text:
+    """Made by `Text.open`. Chat templates are compiled when first used: a broken one hurts only who needs it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        eos: frozenset[int],
+        folder: Path,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.special_tokens = dict(special_tokens)  # role, such as bos_token, to its text
+        self.eos = eos
+        self.special_ids = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._templates = dict(templates)
+        self._compiled: dict[str, ChatTemplate] = {}
+        self._folder = folder
+
+    @classmethod
+    def open(cls, folder: Path) -> Text:
+        """Read `folder`. Raises ModelError when its tokenizer is missing or a file is not what it should be."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, expected a fast tokenizer beside the model")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises Exception itself
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        special = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
+        eos = _eos_ids(folder)
+        if "eos_token" in special and (id := tokenizer.token_to_id(special["eos_token"])) is not None:
+            eos |= {id}
+        return cls(tokenizer, _templates(folder, config), special, frozenset(eos), folder)
+
+    @property
+    def bos(self) -> int | None:
+        """Id of the token that begins a text, where the model has one."""
+        name = self.special_tokens.get("bos_token")
+        return None if name is None else self.tokenizer.token_to_id(name)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a plain text, by default with what the tokenizer itself puts around it (often the bos token)."""
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def stream(self, stops: Sequence[str] = ()) -> TextStream:
+        """Text as tokens arrive, up to a stop string."""
+        return TextStream(self.tokenizer, stops)
+
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation as text; see ChatTemplate.render.
+
+        With `tools` a template named `tool_use` is preferred, where the model has several. Raises UsageError when
+        the model has no template.
+        """
+        name = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
+        if name not in self._templates:
+            raise UsageError(
+                f"model has no chat template: put one in {self._folder / 'chat_template.jinja'}, or give a prompt"
+            )
+        if name not in self._compiled:
+            self._compiled[name] = ChatTemplate(self._templates[name], self.special_tokens)
+        return self._compiled[name].render(messages, tools, add_generation_prompt=add_generation_prompt, **variables)
+
+    def encode_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Ids of `render`'s text; the template alone decides on special tokens, none is added."""
+        text = self.render(messages, tools, add_generation_prompt, **variables)
+        return self.encode(text, add_special_tokens=False)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty when the file does not exist."""
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`*_token` entries, each a string or an object with `content`."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: from tokenizer_config.json, overridden by `.jinja` files."""
+    templates: dict[str, str] = {}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        templates[DEFAULT] = given
+    elif isinstance(given, list):
+        try:
+            templates |= {str(entry["name"]): str(entry["template"]) for entry in given}
+        except (KeyError, TypeError) as error:
+            raise ModelError("chat_template is a list, expected objects with name and template in it") from error
+    elif given is not None:
+        raise ModelError(f"chat_template is a {type(given).__name__}, expected a string or a list of named templates")
+    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (file := folder / "chat_template.jinja").is_file():
+        files[DEFAULT] = file
+    return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+
+
+def _eos_ids(folder: Path) -> set[int]:
+    """End tokens of generation_config.json, or else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        config = _read_json(folder / name)
+        text_config = config.get("text_config")
+        value = config.get("eos_token_id")
+        if value is None and isinstance(text_config, dict):
+            value = text_config.get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        if all(isinstance(id, int) for id in ids):
+            return set(ids)
+        if value is not None:
+            raise ModelError(f"{folder / name} has eos_token_id {value}, expected an integer or a list of them")
+    return set()

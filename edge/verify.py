@@ -1,0 +1,75 @@
+"""Which drafts were right: walk the tree along the tokens that plain decoding would choose (promise 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from starsd.shared.errors import EngineError
+from starsd.shared.sampling import Sampler
+from starsd.shared.tree import ROOT
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one step commits.
+
+    `rows` of the pass stay in the cache, the root first; `tokens` are the new ids, accepted drafts and then one that
+    no row stands for: the new tip. Both have the same length, at least 1. A caller that ends earlier still, at a stop
+    string, keeps the first n of both.
+    """
+
+    rows: list[int]
+    tokens: list[int]
+    near_ties: int
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that were right."""
+        return len(self.tokens) - 1
+
+
+def verify(
+    logits: NDArray[np.float32],
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    sampler: Sampler,
+    path: Sequence[int],
+    *,
+    index: int,
+    eos: Collection[int] = (),
+    limit: int | None = None,
+    epsilon: float = 0.0,
+) -> Verdict:
+    """Choose the token at the root, go to the child that is this token, and so on until there is none.
+
+    `logits`, float32 (n, V), are those of the tree `tokens` and `parents`, row 0 the tip; `path` are the ids generated
+    so far and `index` is the output index of the first new token. Nothing is committed beyond an end token in `eos`
+    or beyond `limit` new tokens. Choices whose gap is below `epsilon` (logits) count as near-ties. Of siblings with the
+    same token the first counts. Raises EngineError when the shapes disagree or `limit` is below 1.
+    """
+    if not len(logits) == len(tokens) == len(parents) > 0:
+        raise EngineError(f"{len(logits)} rows of logits for {len(tokens)} tokens and {len(parents)} parents")
+    if limit is not None and limit < 1:
+        raise EngineError(f"limit is {limit} new tokens, expected 1 or more")
+    children: dict[tuple[int, int], int] = {}
+    for row in range(ROOT + 1, len(tokens)):
+        children.setdefault((parents[row], tokens[row]), row)
+
+    rows: list[int] = []
+    here = list(path)
+    new: list[int] = []
+    near_ties = 0
+    at: int | None = ROOT
+    while at is not None:
+        choice = sampler.choose(logits[at], here, index + len(new))
+        rows.append(at)
+        here.append(choice.token)
+        new.append(choice.token)
+        near_ties += choice.gap < epsilon
+        ended = choice.token in eos or len(new) == limit
+        at = None if ended else children.get((at, choice.token))
+    return Verdict(rows, new, near_ties)
