@@ -1,0 +1,121 @@
+"""The tokenizer that a GGUF file describes, as a `tokenizers` tokenizer and its tokenizer_config.json.
+
+How text is cut before merging is only named in the file (`tokenizer.ggml.pre`); the cuts themselves are those the
+models were trained with, as in their own tokenizer.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starsd.export.tokenizer_model import CONTROL, NORMAL, USER_DEFINED, Piece, Vocabulary, build
+from starsd.shared.errors import MissingExtraError, ModelError, UnsupportedModelError
+
+try:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+except ImportError as error:
+    raise MissingExtraError("tokenizers", "export") from error
+
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _gpt2() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm() -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _llama3() -> Any:
+    words = pre_tokenizers.Split(Regex(_LLAMA3_WORDS), behavior="isolated", invert=False)
+    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+_CUTS: dict[str, Callable[[], Any]] = {
+    "gpt-2": _gpt2,
+    "smollm": _smollm,
+    "llama-bpe": _llama3,
+    "llama3": _llama3,
+    "llama-v3": _llama3,
+}
+
+
+def tokenizer_from(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer and its tokenizer_config. Raises UnsupportedModelError for kinds that are not built here."""
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ModelError("GGUF has no tokenizer.ggml.tokens, expected a vocabulary")
+    kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise ModelError(f"GGUF has {len(kinds)} token types, expected {len(tokens)}: one per token")
+    if kind == "gpt2":
+        return _byte_level(metadata, tokens, kinds), _config(metadata, tokens, add_bos=False)
+    if kind == "llama":
+        config = _config(metadata, tokens, add_bos=True)
+        scores = metadata.get("tokenizer.ggml.scores", [])
+        if len(scores) != len(tokens):
+            raise ModelError(f"GGUF has {len(scores)} token scores, expected {len(tokens)}: one per token")
+        vocabulary = Vocabulary(
+            [Piece(*piece) for piece in zip(tokens, scores, kinds, strict=True)],
+            add_dummy_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+            bos=config.get("bos_token"),
+            eos=config.get("eos_token"),
+            add_bos=config["add_bos_token"],
+            add_eos=config["add_eos_token"],
+        )
+        return build(vocabulary), config
+    raise UnsupportedModelError(f"GGUF tokenizer {kind!r} is not supported, expected gpt2 or llama")
+
+
+def _byte_level(metadata: dict[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:
+    cut = metadata.get("tokenizer.ggml.pre")
+    if cut not in _CUTS:
+        raise UnsupportedModelError(f"GGUF pre-tokenizer {cut!r} is not supported, expected one of {', '.join(_CUTS)}")
+    ids = {token: row for row, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    try:
+        model = models.BPE(vocab=ids, merges=pairs, ignore_merges=_CUTS[cut] is _llama3)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"GGUF merges do not fit the vocabulary: {error}") from error
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = _CUTS[cut]()
+    tokenizer.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (CONTROL, USER_DEFINED):
+            special = kind == CONTROL
+            added = AddedToken(token, normalized=False, special=special)
+            _ = tokenizer.add_special_tokens([added]) if special else tokenizer.add_tokens([added])
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if metadata.get("tokenizer.ggml.add_bos_token", _CUTS[cut] is _llama3) and bos is not None:
+        start = _token(tokens, bos)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[start, "$A"], pair=None, special_tokens=[(start, bos)]
+        )
+    return tokenizer
+
+
+def _config(metadata: dict[str, Any], tokens: list[str], *, add_bos: bool) -> dict[str, Any]:
+    named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
+        "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+    }
+    for theirs, ours in named.items():
+        row = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        if row is not None:
+            config[f"{ours}_token"] = _token(tokens, row)
+    return config
+
+
+def _token(tokens: list[str], row: int) -> str:
+    if not 0 <= row < len(tokens):
+        raise ModelError(f"GGUF names token {row}, expected 0 to {len(tokens) - 1}")
+    return tokens[row]
