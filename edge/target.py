@@ -45,6 +45,11 @@ class Target(Protocol):
         """Most rows the cache can ever hold."""
         ...
 
+    @property
+    def noise(self) -> float:
+        """Most by which a logit was measured to differ between passes of different row counts (promise 2's ε)."""
+        ...
+
     def prefill(self, tokens: Sequence[int], progress: Progress = no_progress) -> Floats:
         """Run and commit `tokens`; features of these rows, shape (len(tokens), features.width).
 

@@ -6,8 +6,9 @@ import msgspec
 
 FLAVOURS = ("ort",)
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
+OVERFLOWS = ("error", "truncate")  # truncate: the oldest tokens go, those of the system message stay
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_PRECISION = "int4"
+DEFAULT_PRECISION = "int8"  # the cheapest passes of 2 rows and more: docs/targets.md
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +30,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
+    overflow: str = "error"  # what a prompt that leaves no room meets, one of OVERFLOWS
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

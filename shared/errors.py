@@ -3,7 +3,8 @@
     StarsdError
     ├── UsageError                 the request cannot be met as asked: an option, a name, a value
     │   ├── MissingExtraError      a library is not installed; names the extra that brings it
-    │   └── ContextOverflowError   more tokens than the model's or the configured context holds
+    │   ├── ContextOverflowError   more tokens than the model's or the configured context holds
+    │   └── CapacityError          a limit on sessions or memory is reached; what would free some
     ├── ModelError                 a model, head or bundle is not what it claims to be
     │   ├── UnsupportedModelError  a family, file format or option we refuse, with what is supported
     │   └── BundleError            a bundle's files and its manifest disagree
@@ -38,6 +39,10 @@ class MissingExtraError(UsageError):
 
 class ContextOverflowError(UsageError):
     """More tokens than the context holds."""
+
+
+class CapacityError(UsageError):
+    """A configured limit is reached."""
 
 
 class ModelError(StarsdError):

@@ -1,0 +1,236 @@
+"""The slow reference target: a Llama in plain torch, float32, written to be read and compared against.
+
+Reads a Hugging Face folder (config.json and safetensors). Every pass computes what `LlamaForCausalLM` computes, with
+the tree's own mask and positions: row r of a tree sees all committed rows, its ancestors and itself, at position
+length + depth(r).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch.nn import functional as F
+
+from starsd.shared import tree
+from starsd.shared.config import Engine
+from starsd.shared.console import Progress, no_progress
+from starsd.shared.errors import ContextOverflowError, EngineError, UsageError
+from starsd.shared.llama import expected_tensors, read_shape
+from starsd.shared.manifest import FeatureSpec, ModelShape
+from starsd.shared.rope import read_rope
+from starsd.shared.weights import TensorEntry, check_tensors, read_config, tensor_index
+
+Floats = NDArray[np.float32]
+
+NOISE = 1e-4  # float32 sums in another order, on logits of some tens
+
+
+def open_folder(
+    folder: Path, config: Engine, *, taps: Sequence[int] | None = None, last_hidden: bool = False
+) -> TorchTarget:
+    """Open a Llama-family Hugging Face folder.
+
+    `taps` are layers whose input becomes features, ascending; the layer count itself means what leaves the last layer,
+    before the final norm. Left out, they are EAGLE-3's (2, L // 2, L - 3), as many of them as a shallow model has.
+    `last_hidden` appends the final norm's output.
+    """
+    raw = read_config(folder)
+    shape = read_shape(raw)
+    if taps is None:
+        taps = sorted({2, shape.layers // 2, shape.layers - 3} & set(range(shape.layers)))
+    if list(taps) != sorted(set(taps)) or any(not 0 <= tap <= shape.layers for tap in taps):
+        raise UsageError(f"taps {list(taps)} cannot be taken, expected ascending layers 0 to {shape.layers}")
+    features = FeatureSpec(tuple(taps), last_hidden, shape.hidden)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    index = {n: e for n, e in tensor_index(folder).items() if not n.endswith("rotary_emb.inv_freq")}
+    if raw.get("tie_word_embeddings"):
+        index.pop("lm_head.weight", None)
+    check_tensors(str(folder), index, expected_tensors(raw, shape))
+    return TorchTarget(raw, shape, features, _load(index), config)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The newest pass, open until something else happens to the cache."""
+
+    parents: tuple[int, ...]
+    features: torch.Tensor
+
+
+class TorchTarget:
+    """One model's weights and one conversation's cache; see `edge/target.py` for the contract."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        shape: ModelShape,
+        features: FeatureSpec,
+        weights: dict[str, torch.Tensor],
+        engine: Engine,
+    ) -> None:
+        self._shape = shape
+        self._features = features
+        self._weights = weights
+        self._eps = float(config.get("rms_norm_eps", 1e-6))
+        self._context = engine.max_context or shape.context
+        self._chunk = engine.prefill_chunk
+        cos, sin = read_rope(config, shape.head_dim).tables(self._context)
+        self._cos, self._sin = torch.from_numpy(cos), torch.from_numpy(sin)
+        self._length = 0
+        self._cache = self._empty(min(engine.initial_context, self._context))
+        self._pass: _Pass | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        return self._shape
+
+    @property
+    def features(self) -> FeatureSpec:
+        return self._features
+
+    @property
+    def noise(self) -> float:
+        return NOISE
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    def prefill(self, tokens: Sequence[int], progress: Progress = no_progress) -> Floats:
+        self._check_room(tokens)
+        self._pass = None
+        start, total, features = self._length, len(tokens), [torch.empty(0, self._features.width)]
+        for done in range(0, total, self._chunk):
+            chunk = tokens[done : done + self._chunk]
+            rows, _ = self._run(start + done, chunk, tree.chain(len(chunk)))
+            features.append(rows)
+            progress("reading the prompt", done + len(chunk), total)
+        self._length += total
+        return torch.cat(features).numpy()
+
+    def score(self, tokens: Sequence[int], parents: Sequence[int]) -> Floats:
+        if len(tokens) != len(parents):
+            raise EngineError(f"tree has {len(tokens)} tokens and {len(parents)} parents, expected as many")
+        try:
+            tree.check(parents)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+        self._check_room(tokens)
+        self._pass = None
+        features, last = self._run(self._length, tokens, parents)
+        self._pass = _Pass(tuple(parents), features)
+        return F.linear(last, self._weights.get("lm_head.weight", self._weights["model.embed_tokens.weight"])).numpy()
+
+    def commit(self, rows: Sequence[int]) -> Floats:
+        if self._pass is None:
+            raise EngineError("commit without a pass, expected score before it")
+        parents = self._pass.parents
+        for above, row in zip([-1, *rows], rows, strict=False):
+            if not 0 <= row < len(parents) or parents[row] != above:
+                raise EngineError(f"rows {list(rows)} are no path from the root of the newest pass")
+        if not rows:
+            raise EngineError("commit of no rows, expected the root at least")
+        end = self._length + len(rows)
+        self._cache[..., self._length : end, :] = self._cache[..., [self._length + row for row in rows], :]
+        self._length = end
+        features = self._pass.features[list(rows)]
+        self._pass = None
+        return features.numpy()
+
+    def truncate(self, length: int) -> None:
+        if not 0 <= length <= self._length:
+            raise EngineError(f"truncate to {length}, expected 0 to {self._length}")
+        self._length = length
+        self._pass = None
+
+    def _check_room(self, tokens: Sequence[int]) -> None:
+        end = self._length + len(tokens)
+        if end > self._context:
+            raise ContextOverflowError(f"{end} tokens do not fit, expected at most {self._context}")
+        if bad := [token for token in tokens if not 0 <= token < self._shape.vocab]:
+            raise UsageError(f"token id {bad[0]} is outside the vocabulary, expected 0 to {self._shape.vocab - 1}")
+
+    def _empty(self, rows: int) -> torch.Tensor:
+        shape = self._shape
+        return torch.zeros(shape.layers, 2, shape.kv_heads, rows, shape.head_dim)
+
+    def _grow(self, rows: int) -> None:
+        capacity = self._cache.shape[3]
+        if rows > capacity:
+            old = self._cache
+            self._cache = self._empty(min(max(2 * capacity, rows), self._context))
+            self._cache[..., :capacity, :] = old
+
+    def _run(self, start: int, tokens: Sequence[int], parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over rows start … of the cache: features (n, width) and the final norm's output (n, hidden)."""
+        count = len(tokens)
+        self._grow(start + count)
+        positions = start + torch.from_numpy(tree.depths(parents))
+        turn = self._cos[positions], self._sin[positions]
+        mask = torch.ones(count, start + count, dtype=torch.bool)
+        mask[:, start:] = torch.from_numpy(tree.ancestor_mask(parents))
+
+        hidden = self._weights["model.embed_tokens.weight"][torch.tensor(tokens)]
+        entering = [hidden]
+        for layer in range(self._shape.layers):
+            hidden = hidden + self._attention(layer, self._norm(f"layers.{layer}.input_layernorm", hidden), turn, mask)
+            hidden = hidden + self._mlp(layer, self._norm(f"layers.{layer}.post_attention_layernorm", hidden))
+            entering.append(hidden)
+        last = self._norm("norm", hidden)
+        parts = [entering[tap] for tap in self._features.taps] + [last] * self._features.last_hidden
+        return torch.cat([hidden[:, :0], *parts], dim=1), last
+
+    def _attention(
+        self, layer: int, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor
+    ) -> torch.Tensor:
+        name, shape = f"layers.{layer}.self_attn", self._shape
+        count, total = mask.shape
+        q = self._linear(f"{name}.q_proj", x).view(count, shape.heads, -1).transpose(0, 1)
+        k = self._linear(f"{name}.k_proj", x).view(count, shape.kv_heads, -1).transpose(0, 1)
+        v = self._linear(f"{name}.v_proj", x).view(count, shape.kv_heads, -1).transpose(0, 1)
+        keys, values = self._cache[layer, :, :, :total].unbind(0)
+        keys[:, total - count :] = _rotate(k, *turn)
+        values[:, total - count :] = v
+        queries = _rotate(q, *turn).reshape(shape.kv_heads, -1, count, shape.head_dim)  # heads sharing one K/V head
+        scores = queries @ keys[:, None].transpose(-1, -2) * shape.head_dim**-0.5
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        mixed = (weights @ values[:, None]).reshape(shape.heads, count, -1).transpose(0, 1).reshape(count, -1)
+        return self._linear(f"{name}.o_proj", mixed)
+
+    def _mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        name = f"layers.{layer}.mlp"
+        gated = F.silu(self._linear(f"{name}.gate_proj", x)) * self._linear(f"{name}.up_proj", x)
+        return self._linear(f"{name}.down_proj", gated)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weights[f"model.{name}.weight"], self._weights.get(f"model.{name}.bias"))
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self._weights[f"model.{name}.weight"] * (x * (x.square().mean(-1, keepdim=True) + self._eps).rsqrt())
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn heads of shape (heads, n, head_dim) by tables of shape (n, head_dim / 2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _load(index: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted({entry.file for entry in index.values()}):
+        with safe_open(file, framework="pt") as stream:
+            for name in (name for name, entry in index.items() if entry.file == file):
+                weights[name] = stream.get_tensor(name).float()
+    return weights

@@ -1,0 +1,97 @@
+"""Frequencies and tables against transformers' own, for every rope type."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch_helpers import HALF, ROPES
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from starsd.shared.errors import ModelError, UnsupportedModelError
+from starsd.shared.rope import read_rope
+
+VARIED = {
+    **{kind: {"rope_type": kind, **values} for kind, values in ROPES.items()},
+    "yarn with mscale": {
+        "rope_type": "yarn",
+        **ROPES["yarn"],
+        "mscale": 0.7,
+        "mscale_all_dim": 1.1,
+        "truncate": False,
+        "beta_fast": 16.0,
+    },
+    "yarn with attention_factor": {"rope_type": "yarn", **ROPES["yarn"], "attention_factor": 1.25},
+}
+
+
+def llama_config(parameters: dict[str, object]) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_parameters=dict(parameters)
+    )
+
+
+@pytest.mark.parametrize("length", [100, 512, 9000])
+@pytest.mark.parametrize("name", VARIED)
+def test_tables_equal_transformers(name: str, length: int) -> None:
+    config = llama_config(VARIED[name])
+    module = LlamaRotaryEmbedding(config)
+    cos, sin = module(torch.zeros(1), torch.arange(length)[None])
+    rope = read_rope(config.to_dict())
+    np.testing.assert_allclose(rope.inverse_frequencies(length), module.inv_freq.numpy(), rtol=1.3e-7)
+    ours = rope.tables(length)
+    assert [table.dtype for table in ours] == [np.float32, np.float32]
+    assert ours[0].shape == (length, HALF)
+    # one ulp of an inverse frequency is all that may differ, hence the slack that grows with position
+    slack = 2e-7 + 6e-8 * length
+    np.testing.assert_allclose(ours[0], cos[0, :, :HALF].numpy(), atol=slack)
+    np.testing.assert_allclose(ours[1], sin[0, :, :HALF].numpy(), atol=slack)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIED if name != "default"])
+def test_every_scaling_differs_from_the_default(name: str) -> None:
+    """The comparison above would pass with scaling ignored on both sides."""
+    config = llama_config(VARIED[name]).to_dict()
+    plain = llama_config({"rope_type": "default", "rope_theta": VARIED[name]["rope_theta"]}).to_dict()
+    assert np.abs(read_rope(config).tables(9000)[0] - read_rope(plain).tables(9000)[0]).max() > 0.1
+
+
+def test_older_configs_mean_the_same() -> None:
+    new = read_rope(llama_config(VARIED["llama3"]).to_dict())
+    scaling = {key: value for key, value in VARIED["llama3"].items() if key not in ("rope_theta", "rope_type")}
+    old = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {"type": "llama3", **scaling},
+    }
+    assert read_rope(old) == new
+
+
+def test_base_is_ten_thousand_when_absent_and_head_dim_can_be_given() -> None:
+    rope = read_rope({"hidden_size": 64, "num_attention_heads": 4}, head_dim=32)
+    assert (rope.kind, rope.theta, rope.head_dim) == ("default", 10_000.0, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "spiral"}}, UnsupportedModelError, "rope type 'spiral' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ModelError, "lacks low_freq_factor"),
+        ({"rope_scaling": {"type": "linear"}}, ModelError, "lacks factor"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, UnsupportedModelError, "per layer type"),
+        ({"head_dim": 15}, ModelError, "head_dim 15 is odd"),
+        ({"rope_theta": "big"}, ModelError, "rope parameters cannot be read: could not convert string to float: 'big'"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            ModelError,
+            "short_factor has 1 values, expected head_dim / 2 = 8",
+        ),
+    ],
+)
+def test_refusals(changes: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_rope({"hidden_size": 64, "num_attention_heads": 4, **changes})
