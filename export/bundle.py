@@ -1,0 +1,213 @@
+"""From a model reference to a published bundle: graph, weights, tokenizer, manifest; whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import shutil
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import numpy as np
+
+from starsd.export import check
+from starsd.export.checkpoint import Checkpoint
+from starsd.export.graph import GraphWriter
+from starsd.export.graph_llama import Recipe, build
+from starsd.export.hf_folder import chat_template, read_json
+from starsd.export.linear import Dense, GroupsOf32, Rows
+from starsd.export.pull import pull
+from starsd.export.rotate import RotatedCheckpoint
+from starsd.export.staging import staged
+from starsd.export.store import require_quota
+from starsd.export.tokenizer_model import load_tokenizer
+from starsd.shared import manifest
+from starsd.shared.config import FLAVOURS, PRECISIONS
+from starsd.shared.console import Progress, no_progress
+from starsd.shared.errors import UsageError
+from starsd.shared.home import parse_ref
+from starsd.shared.manifest import FeatureSpec, Manifest, Quality
+
+_COPIED = ("config.json", "generation_config.json", "tokenizer_config.json")
+_BYTES_PER_WEIGHT = {"fp32": 4.0, "fp16": 2.0, "int8": 1.1, "int4": 0.8}  # rough, for the space that is asked for
+MIN_CONTEXT = 16  # an engine measures its noise with a pass of 8 rows behind 8
+MIN_TAPPED_LAYERS = 7  # with fewer, EAGLE-3's three taps coincide
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What to export; `taps` None means EAGLE-3's three, `context` 0 the model's own."""
+
+    precision: str
+    flavour: str = "ort"
+    taps: tuple[int, ...] | None = None
+    last_hidden: bool = False
+    context: int = 0
+    check: bool = True
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What an export made and took."""
+
+    bundle: str
+    precision: str
+    bytes: int
+    seconds: float
+    peak_memory_mb: float
+    quality: Quality | None
+
+
+def export_onnx(ref: str, options: Options, out: Path | None = None, progress: Progress = no_progress) -> Report:
+    """Write the bundle of `ref` (pulled first where missing) to `out`, or to its place in the store.
+
+    Raises UsageError for options out of range, UnsupportedModelError for a family that is refused, ModelError for
+    weights that do not fit their config, StorageError when disk or quota do not suffice.
+    """
+    _check_choice("precision", options.precision, PRECISIONS)
+    _check_choice("flavour", options.flavour, FLAVOURS)
+    started = time.monotonic()
+    source = pull(ref, progress)
+    checkpoint = _open(source, options.precision)
+    features = _features(checkpoint, options)
+    context = _context(checkpoint, options)
+    final = out or parse_ref(ref).bundle(options.flavour, options.precision)
+    needed = int(checkpoint.weights * _BYTES_PER_WEIGHT[options.precision])
+    if out is None:
+        require_quota(needed, replacing=final)
+    compared = options.check and options.precision != "fp32"
+    beside = int(checkpoint.weights * _BYTES_PER_WEIGHT["fp32"]) if compared else 0
+    with staged(final, bytes_needed=needed + beside) as folder:
+        _write_graph(folder, checkpoint, options.precision, features, context, progress)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << (20 if sys.platform == "darwin" else 10))
+        _write_text_files(source, folder)
+        eos = _eos(source)
+        quality = _quality(folder, source, checkpoint, context, eos, progress) if compared else None
+        made = Manifest(
+            name=parse_ref(ref).slug,
+            source=ref,
+            fingerprint=_fingerprint(checkpoint, folder, features),
+            architecture=str(checkpoint.config["model_type"]),
+            flavour=options.flavour,
+            precision=options.precision,
+            shape=msgspec.structs.replace(checkpoint.shape, context=context),
+            features=features,
+            eos=eos,
+            files={path.name: manifest.entry(path) for path in sorted(folder.iterdir())},
+            quality=quality,
+            made_by={name: version(name) for name in ("starsd", "onnx", "numpy")},
+        )
+        manifest.write(made, folder)
+    return Report(
+        bundle=str(final),
+        precision=options.precision,
+        bytes=sum(file.bytes for file in made.files.values()),
+        seconds=round(time.monotonic() - started, 1),
+        peak_memory_mb=round(peak, 1),
+        quality=quality,
+    )
+
+
+def _check_choice(what: str, got: str, choices: tuple[str, ...]) -> None:
+    if got not in choices:
+        raise UsageError(f"{what} is {got!r}, expected one of {', '.join(choices)}")
+
+
+def _open(source: Path, precision: str) -> Checkpoint:
+    return RotatedCheckpoint(source) if precision == "int8" else Checkpoint(source)
+
+
+def _recipe(checkpoint: Checkpoint, precision: str) -> Recipe:
+    if precision in ("fp32", "fp16"):
+        dtype = np.float32 if precision == "fp32" else np.float16
+        dense = Dense(checkpoint, dtype)
+        return Recipe(dtype, dense, dense, dense)
+    if precision == "int4":
+        four = GroupsOf32(checkpoint, 4)
+        return Recipe(np.float32, four, four, GroupsOf32(checkpoint, 8))
+    head = Rows(checkpoint, like="logit_rows")
+    return Recipe(np.float32, Rows(checkpoint), Rows(checkpoint, double=True), head)
+
+
+def _write_graph(
+    folder: Path, checkpoint: Checkpoint, precision: str, features: FeatureSpec, context: int, progress: Progress
+) -> None:
+    with GraphWriter(folder) as graph:
+        build(graph, checkpoint, _recipe(checkpoint, precision), features, context, progress)
+        graph.save(checkpoint.folder.name)
+
+
+def _features(checkpoint: Checkpoint, options: Options) -> FeatureSpec:
+    layers, taps = checkpoint.shape.layers, options.taps
+    if taps is None:
+        taps = (2, layers // 2, layers - 3) if layers >= MIN_TAPPED_LAYERS else ()
+    if any(not 0 <= tap < layers for tap in taps) or list(taps) != sorted(set(taps)):
+        raise UsageError(f"taps are {list(taps)}, expected ascending layers from 0 to {layers - 1}")
+    return FeatureSpec(taps, options.last_hidden, checkpoint.shape.hidden)
+
+
+def _context(checkpoint: Checkpoint, options: Options) -> int:
+    most = checkpoint.shape.context
+    context = options.context or most
+    if not MIN_CONTEXT <= context <= most:
+        raise UsageError(f"context is {context}, expected {MIN_CONTEXT} to {most} tokens, or 0 for all")
+    return context
+
+
+def _write_text_files(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template and configs, so that the bundle needs nothing else to talk."""
+    load_tokenizer(source).save(str(folder / "tokenizer.json"))
+    for name in _COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if template := chat_template(source):
+        (folder / "chat_template.jinja").write_text(template)
+
+
+def _eos(source: Path) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        eos = read_json(source / name).get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    return ()
+
+
+def _fingerprint(checkpoint: Checkpoint, folder: Path, features: FeatureSpec) -> str:
+    """Names the function that a drafter was trained against: weights, tokenizer, taps."""
+    digest = hashlib.sha256()
+    for file in checkpoint.files:
+        digest.update(manifest.file_sha256(file).encode())
+    digest.update(manifest.file_sha256(folder / "tokenizer.json").encode())
+    digest.update(msgspec.json.encode(features))
+    return digest.hexdigest()
+
+
+def _special_tokens(source: Path) -> dict[str, str]:
+    """The begin and end tokens as text, for the chat template."""
+    config = read_json(source / "tokenizer_config.json")
+    tokens = {name: config.get(name) or "" for name in ("bos_token", "eos_token")}
+    return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+
+
+def _quality(
+    folder: Path, source: Path, checkpoint: Checkpoint, context: int, eos: tuple[int, ...], progress: Progress
+) -> Quality:
+    """Compare with an fp32 graph of the same weights, made beside and thrown away."""
+    tokenizer = load_tokenizer(source)
+    template = chat_template(source)
+    prompts = [
+        tokenizer.encode(
+            check.render(template, text, _special_tokens(source)), add_special_tokens=template is None
+        ).ids[: context // 2]
+        for text in check.PROMPTS
+    ]
+    capacity = min(max(map(len, prompts)) + check.ANSWER_TOKENS, context)
+    with TemporaryDirectory(dir=folder) as place:
+        plain = Checkpoint(source)
+        _write_graph(Path(place), plain, "fp32", FeatureSpec((), False, plain.shape.hidden), context, no_progress)
+        reference = check.Runner(Path(place), checkpoint.shape, capacity)
+        texts = check.write_answers(reference, prompts, eos, progress)
+        runner = check.Runner(folder, checkpoint.shape, capacity)
+        return check.compare(reference, runner, prompts, texts)

@@ -1,0 +1,188 @@
+"""How a linear layer becomes nodes, by precision. `x` is (rows, K); weights are (N, K), several fused along N.
+
+Every form is row independent: what a row yields depends on that row alone.
+
+- dense: one Gemm, fp32 or fp16.
+- blocks (int4): weights d·q + m in groups of 32. MatMulNBits holds d·(q - 8); the rest, (m + 8d) times the sum of the
+  group's inputs, is a small fp32 Gemm beside it. So a Q4_1 GGUF runs with exactly the weights that it stores.
+  Activations are rounded to int8 in groups of 32 inside the operator (accuracy_level 4).
+- rows (int8): weights int8 by output channel, activations int8 by row, one integer product: the only form that reaches
+  the integer matrix units, so many rows cost little. Rounding a whole row with one scale needs inputs without outliers,
+  which `rotate.py` sees to; where they remain (the MLP's inner values) a second int8 holds what the first left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from starsd.export.checkpoint import Checkpoint
+from starsd.export.gguf import BLOCK, Blocks
+from starsd.export.graph import CONTRIB, GraphWriter
+from starsd.export.quantise import blocks_of, channels_of
+
+_INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level
+
+
+class Linear(Protocol):
+    def __call__(self, graph: GraphWriter, x: str, weights: Sequence[str], to: str) -> str:
+        """Add the nodes that multiply `x` by the named weights, outputs side by side; the name of the result."""
+        ...
+
+
+def _bias_name(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
+
+
+def _add_bias(graph: GraphWriter, checkpoint: Checkpoint, y: str, weights: Sequence[str], dtype: Any) -> str:
+    if _bias_name(weights[0]) not in checkpoint:
+        return y
+    bias = np.concatenate([checkpoint.tensor(_bias_name(name)) for name in weights]).astype(dtype)
+    return graph.node("Add", y, graph.constant(_bias_name(weights[0]), bias), to=y + "_biased")
+
+
+class Dense:
+    """Weights as they are, in fp32 or fp16."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: Any) -> None:
+        self._checkpoint, self._dtype = checkpoint, dtype
+
+    def __call__(self, graph: GraphWriter, x: str, weights: Sequence[str], to: str) -> str:
+        tensors = [self._checkpoint.stored(name).astype(self._dtype) for name in weights]
+        weight = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
+        y = graph.node("Gemm", x, graph.constant(weights[0], weight), to=to, transB=1)
+        return _add_bias(graph, self._checkpoint, y, weights, self._dtype)
+
+
+class GroupsOf32:
+    """Weights of 4 or 8 bits in groups of 32: a GGUF's own blocks where it has them, else rounded here."""
+
+    def __init__(self, checkpoint: Checkpoint, bits: int) -> None:
+        self._checkpoint, self._bits = checkpoint, bits
+        self._kinds = ("Q4_0", "Q4_1") if bits == 4 else ("Q8_0",)
+
+    def __call__(self, graph: GraphWriter, x: str, weights: Sequence[str], to: str) -> str:
+        parts = [self._blocks(name) for name in weights]
+        kinds = {part.kind for part in parts}
+        if len(kinds) == 1:
+            y = self._multiply(graph, x, weights[0], _stack(parts), to)
+        else:
+            pieces = [
+                self._multiply(graph, x, name, part, f"{to}_{i}")
+                for i, (name, part) in enumerate(zip(weights, parts, strict=True))
+            ]
+            y = graph.node("Concat", *pieces, to=to, axis=-1)
+        return _add_bias(graph, self._checkpoint, y, weights, np.float32)
+
+    def _blocks(self, name: str) -> Blocks:
+        own = self._checkpoint.blocks.get(name)
+        if own is not None and own.kind in self._kinds:
+            return own
+        return blocks_of(self._checkpoint.tensor(name), self._bits)
+
+    def _multiply(self, graph: GraphWriter, x: str, name: str, blocks: Blocks, to: str) -> str:
+        rows, groups = blocks.scale.shape
+        packed, scale = packed_constants(graph, name, blocks)
+        sizes = {"K": groups * BLOCK, "N": rows, "bits": self._bits, "block_size": BLOCK}
+        product = graph.node(
+            "MatMulNBits", x, packed, scale, to=to, domain=CONTRIB, accuracy_level=_INT8_ACTIVATIONS, **sizes
+        )
+        if blocks.minimum is None:
+            return product
+        rest = np.ascontiguousarray((blocks.minimum + 8 * blocks.scale).T)
+        sums = graph.node("MatMul", x, _summing_matrix(graph, groups), to=to + "_sums")
+        return graph.node("Gemm", sums, graph.constant(name + ".group_offset", rest), product, to=to + "_whole")
+
+
+def packed_constants(graph: GraphWriter, name: str, blocks: Blocks) -> tuple[str, str]:
+    """Quants and scales as MatMulNBits wants them: uint8 (N, K / 32, bytes), zero at 8 or 128; float32 (N, K / 32)."""
+    rows, groups = blocks.scale.shape
+    if blocks.kind == "Q8_0":
+        stored: NDArray[Any] = blocks.quants.view(np.uint8) ^ np.uint8(0x80)
+    else:
+        nibbles = blocks.quants if blocks.kind == "Q4_1" else (blocks.quants + np.int8(8)).view(np.uint8)
+        stored = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+    packed = graph.constant(name + ".groups", stored.reshape(rows, groups, -1))
+    return packed, graph.constant(name + ".group_scale", blocks.scale)
+
+
+def _stack(parts: Sequence[Blocks]) -> Blocks:
+    if len(parts) == 1:
+        return parts[0]
+    minimum = None if parts[0].minimum is None else np.concatenate([p.minimum for p in parts if p.minimum is not None])
+    quants: NDArray[Any] = np.concatenate([part.quants for part in parts])
+    return Blocks(parts[0].kind, np.concatenate([part.scale for part in parts]), minimum, quants)
+
+
+def _summing_matrix(graph: GraphWriter, groups: int) -> str:
+    """(K, K / 32): a product with it sums each group of 32 inputs."""
+    return graph.constant(f"sum_{groups}_groups", np.repeat(np.eye(groups, dtype=np.float32), BLOCK, axis=0))
+
+
+class Rows:
+    """int8 weights by output channel, int8 activations by row; `double` spends a second int8 on the activations.
+
+    `like` names the graph input with as many rows as `x` has. Activations are stored as uint8 around 128, the form that
+    every processor's integer kernels take; the products are exact integers in any order.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, like: str = "input_ids", double: bool = False) -> None:
+        self._checkpoint, self._like, self._double = checkpoint, like, double
+
+    def __call__(self, graph: GraphWriter, x: str, weights: Sequence[str], to: str) -> str:
+        weight = self._weight(graph, weights)
+        step = self._step(graph, x, to)
+        rounded = self._round(graph, x, step, to + "_q")
+        if self._double:
+            # what rounding left over, at most half a step, in 254ths of a step; stacked, so that weights are read once
+            back = graph.node("DequantizeLinear", rounded, step, self._centres(graph), to=to + "_back", axis=0)
+            rest = graph.node("Sub", x, back, to=to + "_rest")
+            fine_step = graph.node("Mul", step, graph.constant("one_254th", 1 / 254), to=to + "_fine_step")
+            fine = self._round(graph, rest, fine_step, to + "_fine_q")
+            stacked = graph.node("Concat", rounded, fine, to=to + "_stacked", axis=0)
+            product = self._multiply(graph, stacked, weight, to + "_both")
+            coarse, fine = graph.nodes("Split", product, to=(to + "_coarse", to + "_fine"), axis=0, num_outputs=2)
+            scaled = graph.node("Mul", fine, graph.constant("one_254th", 1 / 254), to=to + "_fine_steps")
+            y = graph.node("Add", coarse, scaled, to=to + "_steps")
+        else:
+            y = self._multiply(graph, rounded, weight, to + "_steps")
+        y = graph.node("Mul", y, graph.node("Unsqueeze", step, graph.ints(1), to=to + "_column"), to=to)
+        return _add_bias(graph, self._checkpoint, y, weights, np.float32)
+
+    def _weight(self, graph: GraphWriter, weights: Sequence[str]) -> tuple[str, str]:
+        """int8 (K, N) and float32 channel scales (N,)."""
+        scales, quants = zip(*(channels_of(self._checkpoint.tensor(name)) for name in weights), strict=True)
+        stored = graph.constant(weights[0] + ".channels", np.ascontiguousarray(np.concatenate(quants).T))
+        return stored, graph.constant(weights[0] + ".channel_scale", np.concatenate(scales))
+
+    @staticmethod
+    def _step(graph: GraphWriter, x: str, to: str) -> str:
+        """One step a row, so that its largest value becomes ±127. Shape (rows,).
+
+        A row of zeros has step 0: whatever it is rounded to, the product is multiplied by 0 again.
+        """
+        size = graph.node("Abs", x, to=to + "_abs")
+        peak = graph.node("ReduceMax", size, graph.ints(-1), to=to + "_peak", keepdims=0)
+        return graph.node("Mul", peak, graph.constant("one_127th", 1 / 127), to=to + "_step")
+
+    def _centres(self, graph: GraphWriter) -> str:
+        """128 for every row: the zero point, which must have the steps' shape."""
+        name = f"centres_{self._like}"
+        if graph.has(name):
+            return name
+        shape = graph.node("Shape", self._like, to=name + "_shape")
+        value = numpy_helper.from_array(np.array([128], np.uint8))
+        return graph.node("ConstantOfShape", shape, to=name, value=value)
+
+    def _round(self, graph: GraphWriter, x: str, step: str, to: str) -> str:
+        return graph.node("QuantizeLinear", x, step, self._centres(graph), to=to, axis=0)
+
+    @staticmethod
+    def _multiply(graph: GraphWriter, rounded: str, weight: tuple[str, str], to: str) -> str:
+        """Integer product times the channel's scale: float32, in steps of the row."""
+        one, centre = graph.constant("one", 1.0), graph.constant("centre", np.array(128, np.uint8))
+        return graph.node("MatMulIntegerToFloat", rounded, weight[0], one, weight[1], centre, to=to, domain=CONTRIB)
