@@ -1,0 +1,65 @@
+"""From a model reference to a bundle on disk; what is missing is exported first, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from starsd.shared import manifest
+from starsd.shared.config import DEFAULT_PRECISION, PRECISIONS
+from starsd.shared.errors import BundleError, MissingExtraError, ModelError, UsageError
+from starsd.shared.home import parse_ref
+
+FLAVOUR = "ort"
+STDERR = 2
+EXPORT_MODULES = ("onnx", "safetensors", "gguf")  # what the export extra brings
+
+
+def ensure_bundle(model: str, precision: str | None = None) -> Path:
+    """The folder of a complete bundle of `model`, which is a reference or already such a folder.
+
+    Without `precision`: the default, or whatever a folder holds. Raises UsageError for an unknown model or precision,
+    BundleError when the bundle is damaged or of another precision, ModelError when the export failed, and
+    MissingExtraError when this machine cannot export.
+    """
+    if precision is not None and precision not in PRECISIONS:
+        raise UsageError(f"precision is {precision!r}, expected one of {', '.join(PRECISIONS)}")
+    given = Path(model).expanduser()
+    if (given / manifest.FILE_NAME).is_file():
+        found = manifest.read(given).precision
+        if precision not in (None, found):
+            raise BundleError(f"{given} is a bundle in {found}, expected {precision}")
+        return given
+    wanted = precision or DEFAULT_PRECISION
+    folder = parse_ref(model).bundle(FLAVOUR, wanted)
+    if not (folder / manifest.FILE_NAME).is_file():
+        _export(model, wanted)
+    manifest.read(folder)
+    return folder
+
+
+def _export(model: str, precision: str) -> None:
+    for module in EXPORT_MODULES:
+        if find_spec(module) is None:
+            raise CannotExportError(module, model, precision)
+    argv = [sys.executable, "-m", "starsd.export.cli", "onnx", model, "--precision", precision]
+    last = ""
+    with subprocess.Popen(argv, stdout=STDERR, stderr=subprocess.PIPE, text=True, errors="replace") as child:
+        assert child.stderr is not None
+        for line in child.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            last = line.strip() or last
+    if child.returncode:
+        reason = last.removeprefix("starsd-export: ") or f"exit status {child.returncode}"
+        raise ModelError(f"{model} could not be exported as {precision}: {reason}")
+
+
+class CannotExportError(MissingExtraError):
+    """Exporting is for larger machines; the message says how a bundle gets here from one."""
+
+    def __init__(self, module: str, model: str, precision: str) -> None:
+        super().__init__(module, "export")
+        elsewhere = f"run starsd-export onnx {model} --precision {precision} on another machine and give its folder"
+        self.args = (f"{model} has no bundle here and {self.args[0]}, or {elsewhere} as --model",)

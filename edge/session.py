@@ -1,0 +1,133 @@
+"""One conversation on one target engine: the loop that turns a prompt into tokens.
+
+    read the prompt · draft a tree · score it in one pass · verify · commit what was right · show it · draft …
+
+The cache keeps what it read: of a conversation's next prompt only what is new goes through the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from starsd.edge.answer import Answer, Piece
+from starsd.edge.target import Target
+from starsd.edge.text import Text
+from starsd.shared import tree
+from starsd.shared.config import OVERFLOWS, Limits, Sampling
+from starsd.shared.console import Progress, no_progress
+from starsd.shared.errors import ContextOverflowError, EngineError, UsageError
+from starsd.shared.sampling import Sampler
+
+
+class Session:
+    """Owns `target` and its cache; `text` is the same model's. Runs one generation at a time."""
+
+    def __init__(self, target: Target, text: Text) -> None:
+        self.target = target
+        self.text = text
+        self._cached: list[int] = []  # never claims more than the cache holds: forgets before it, learns after it
+        self._running: Answer | None = None
+        self.forget()
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        limits: Limits,
+        *,
+        choice: int = 0,
+        keep: int = 0,
+        progress: Progress = no_progress,
+    ) -> Generator[Piece, None, None]:
+        """Answer `prompt`, a piece a step; the last piece has the outcome.
+
+        `choice` numbers the answers to one prompt, each with noise of its own. Where `limits.overflow` is truncate the
+        first `keep` tokens always stay. An iterator that is closed early, or that an exception ends, leaves the session
+        ready for the next. Raises UsageError for parameters out of range and ContextOverflowError for a prompt that
+        does not fit, both before the first piece is asked for; the iterator raises EngineError when a newer one of the
+        same session has begun.
+        """
+        ids = fit(prompt, limits, self.target.context, keep)
+        room = self.target.context - len(ids) + 1  # the last token needs no row
+        sampler = Sampler(sampling, choice=choice, prompt=ids)
+        answer = Answer(sampler, self.text.stream(limits.stop), self.text.eos, min(limits.max_new_tokens, room))
+        return self._run(ids, answer, progress)
+
+    def forget(self) -> None:
+        """Start over: nothing of what was read is used again."""
+        self._cached.clear()
+        self.target.truncate(0)
+
+    def _run(self, prompt: list[int], answer: Answer, progress: Progress) -> Generator[Piece, None, None]:
+        self._running = answer
+        answer.start()
+        self._read(prompt[:-1], progress)
+        tip = prompt[-1]
+        while not answer.finish_reason:
+            self._must_be_running(answer)
+            tokens, parents = self._draft(tip)
+            logits = self.target.score(tokens, parents)
+            verdict = answer.verify(logits, tokens, parents, self.target.noise)
+            piece, rows = answer.take(verdict)
+            self._commit(tokens, rows)
+            tip = verdict.tokens[len(rows) - 1]
+            yield piece
+        yield answer.finish()
+
+    def _read(self, prompt: list[int], progress: Progress) -> None:
+        """Make the cache hold `prompt`; only what is not there yet goes through the target."""
+        shared = shared_length(self._cached, prompt)
+        del self._cached[shared:]
+        self.target.truncate(shared)
+        if unread := prompt[shared:]:
+            self.target.prefill(unread, progress)
+            self._cached += unread
+
+    def _draft(self, tip: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of the tree to verify next. Plain decoding: its root alone, which is the tip."""
+        return [tip], tree.chain(1)
+
+    def _commit(self, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        self.target.commit(rows)
+        self._cached += [tokens[row] for row in rows]
+
+    def _must_be_running(self, answer: Answer) -> None:
+        if self._running is not answer:
+            raise EngineError("generation was overtaken by a newer one, expected one at a time on a session")
+
+
+def fit(prompt: Sequence[int], limits: Limits, context: int, keep: int = 0) -> list[int]:
+    """The prompt as it goes into a context of so many tokens.
+
+    With overflow `error` it is the whole prompt, and ContextOverflowError when that is longer than the context. With
+    `truncate` it leaves room for the new tokens, a quarter of the context at most, by losing its oldest tokens after
+    the first `keep`. They go in quarters of the context, so that a growing conversation seldom moves and its cache
+    stays good. Raises ContextOverflowError when the first `keep` alone leave no room.
+    """
+    if not prompt:
+        raise UsageError("prompt is empty, expected at least one token")
+    if limits.max_new_tokens < 1:
+        raise UsageError(f"max_new_tokens is {limits.max_new_tokens}, expected 1 or more")
+    if limits.overflow not in OVERFLOWS:
+        raise UsageError(f"overflow is {limits.overflow!r}, expected one of {', '.join(OVERFLOWS)}")
+    if limits.overflow == "error":
+        if len(prompt) > context:
+            raise ContextOverflowError(
+                f"prompt has {len(prompt)} tokens, expected at most {context}: shorten it, or set overflow to truncate"
+            )
+        return list(prompt)
+    quarter = max(1, context // 4)
+    most = context + 1 - min(limits.max_new_tokens, quarter)
+    if len(prompt) <= most:
+        return list(prompt)
+    if keep >= most:
+        raise ContextOverflowError(f"system message has {keep} tokens, expected at most {most - 1}")
+    quarters = -(-(len(prompt) - most) // quarter)
+    lost = min(quarters * quarter, len(prompt) - keep - 1)
+    return [*prompt[:keep], *prompt[keep + lost :]]
+
+
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)

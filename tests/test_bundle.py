@@ -1,0 +1,144 @@
+"""From a reference to a bundle: what is there is used, a child exports what is missing, failures are one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from starsd.edge import bundle
+from starsd.edge.bundle import ensure_bundle
+from starsd.shared import manifest
+from starsd.shared.config import DEFAULT_PRECISION
+from starsd.shared.errors import BundleError, MissingExtraError, ModelError, UsageError
+from starsd.shared.manifest import FeatureSpec, Manifest, ModelShape
+
+WRITE = """
+import sys; from pathlib import Path; sys.path.insert(0, {tests!r})
+from test_bundle import write_bundle
+from starsd.shared.home import parse_ref
+write_bundle(parse_ref({model!r}).bundle("ort", {precision!r}), {precision!r})
+"""
+
+
+def write_bundle(folder: Path, precision: str = "int4") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(b"graph")
+    manifest.write(
+        Manifest(
+            name="tiny",
+            source="tiny",
+            fingerprint="0",
+            architecture="llama",
+            flavour="ort",
+            precision=precision,
+            shape=ModelShape(1, 1, 1, 1, 1, 1, 64),
+            features=FeatureSpec((), True, 1),
+            eos=(1,),
+            quality=manifest.Quality(0.01, 0.95, 1000) if precision == "int4" else None,
+            files={"model.onnx": manifest.entry(folder / "model.onnx")},
+        ),
+        folder,
+    )
+    return folder
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[list[str]]]:
+    """Puts a script in the exporter's place; gives the argument lists it was called with."""
+    calls: list[list[str]] = []
+
+    def use(script: str) -> list[list[str]]:
+        original = subprocess.Popen
+
+        def popen(argv: list[str], **options: object) -> object:
+            calls.append(argv)
+            return original([sys.executable, "-c", script], **options)  # type: ignore[call-overload]
+
+        monkeypatch.setattr(bundle.subprocess, "Popen", popen)
+        return calls
+
+    return use
+
+
+def test_a_bundle_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    folder = write_bundle(tmp_path / "b", "int8")
+    assert ensure_bundle(str(folder)) == ensure_bundle(str(folder), "int8") == folder
+    with pytest.raises(BundleError, match=r"b is a bundle in int8, expected int4$"):
+        ensure_bundle(str(folder), "int4")
+    (folder / "model.onnx").write_bytes(b"gra")
+    with pytest.raises(BundleError, match=r"model.onnx has 3 bytes, expected 5$"):
+        ensure_bundle(str(folder))
+
+
+def test_a_bundle_at_home_is_found_and_checked(starsd_home: Path, exporter: Callable[[str], list[list[str]]]) -> None:
+    calls = exporter("raise SystemExit(9)")
+    default = write_bundle(starsd_home / "bundles" / "smollm2-135m" / f"ort-{DEFAULT_PRECISION}", DEFAULT_PRECISION)
+    other = write_bundle(starsd_home / "bundles" / "smollm2-135m" / "ort-fp32", "fp32")
+    assert (ensure_bundle("smollm2-135m"), ensure_bundle("smollm2-135m", "fp32")) == (default, other)
+    (default / "model.onnx").unlink()
+    with pytest.raises(BundleError, match=r"model.onnx is missing, expected 5 bytes$"):
+        ensure_bundle("smollm2-135m")
+    assert calls == []
+
+
+def test_a_missing_bundle_is_exported_first(
+    starsd_home: Path, exporter: Callable[[str], list[list[str]]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = WRITE.format(tests=str(Path(__file__).parent), model="hf:some/model", precision="int8")
+    calls = exporter(script + "print('to stdout', flush=True); print('to stderr', file=sys.stderr)")
+    folder = ensure_bundle("hf:some/model", "int8")
+    assert folder == starsd_home / "bundles" / "some--model" / "ort-int8"
+    assert calls == [[sys.executable, "-m", "starsd.export.cli", "onnx", "hf:some/model", "--precision", "int8"]]
+    out, err = capfd.readouterr()
+    assert out == ""  # that is where the answers go
+    assert sorted(err.splitlines()) == ["to stderr", "to stdout"]
+    assert ensure_bundle("hf:some/model", "int8") == folder
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("print('x\\nstarsd-export: no such model\\n', file=sys.stderr)", "no such model"),
+        ("pass", "exit status 3"),
+    ],
+)
+def test_a_failed_export_is_one_line(
+    starsd_home: Path, exporter: Callable[[str], list[list[str]]], script: str, reason: str
+) -> None:
+    exporter(f"import sys; {script}; raise SystemExit(3)")
+    with pytest.raises(ModelError, match=f"^hf:a/b could not be exported as {DEFAULT_PRECISION}: {reason}$"):
+        ensure_bundle("hf:a/b")
+
+
+def test_an_exporter_that_leaves_nothing_is_found_out(
+    starsd_home: Path, exporter: Callable[[str], list[list[str]]]
+) -> None:
+    exporter("pass")
+    with pytest.raises(BundleError, match=r"is no bundle: manifest.json is missing"):
+        ensure_bundle("hf:a/b")
+
+
+def test_without_the_export_extra_it_says_where_to_export(
+    starsd_home: Path, monkeypatch: pytest.MonkeyPatch, exporter: Callable[[str], list[list[str]]]
+) -> None:
+    calls = exporter("raise SystemExit(9)")
+    monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "onnx" else object())
+    with pytest.raises(MissingExtraError) as caught:
+        ensure_bundle("smollm2-135m", "int8")
+    assert str(caught.value) == (
+        "smollm2-135m has no bundle here and onnx is not installed: run pip install 'starsd[export]', or run "
+        "starsd-export onnx smollm2-135m --precision int8 on another machine and give its folder as --model"
+    )
+    assert (caught.value.module, caught.value.extra, calls) == ("onnx", "export", [])
+
+
+def test_unknown_names_are_refused(starsd_home: Path) -> None:
+    with pytest.raises(UsageError, match="precision is 'int3', expected one of fp32, fp16, int8, int4"):
+        ensure_bundle("smollm2-135m", "int3")
+    with pytest.raises(UsageError, match="model 'nothing' is unknown"):
+        ensure_bundle("nothing")
