@@ -3,9 +3,9 @@
 Every form is row independent: what a row yields depends on that row alone.
 
 - dense: one Gemm, fp32 or fp16.
-- blocks (int4): weights d·q + m in groups of 32. MatMulNBits holds d·(q - 8); the rest, (m + 8d) times the sum of the
-  group's inputs, is a small fp32 Gemm beside it. So a Q4_1 GGUF runs with exactly the weights that it stores.
-  Activations are rounded to int8 in groups of 32 inside the operator (accuracy_level 4).
+- blocks (int4): weights d·q + m in groups of 32. MatMulNBits holds d·(q - z) with whole z; the rest of m multiplies the
+  sum of the group's inputs, which is fed as further inputs (`absorb_minimum`). So a Q4_1 GGUF runs with the weights
+  that it stores. Activations are rounded to int8 in groups of 32 inside the operator (accuracy_level 4).
 - rows (int8): weights int8 by output channel, activations int8 by row, one integer product: the only form that reaches
   the integer matrix units, so many rows cost little. Rounding a whole row with one scale needs inputs without outliers,
   which `rotate.py` sees to; where they remain (the MLP's inner values) a second int8 holds what the first left over.
@@ -26,6 +26,7 @@ from starsd.export.graph import CONTRIB, GraphWriter
 from starsd.export.quantise import blocks_of, channels_of
 
 _INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level
+_TINY_STEP = 1e-30  # stands in for the step of rests that are all zero
 
 
 class Linear(Protocol):
@@ -85,17 +86,51 @@ class GroupsOf32:
         return blocks_of(self._checkpoint.tensor(name), self._bits)
 
     def _multiply(self, graph: GraphWriter, x: str, name: str, blocks: Blocks, to: str) -> str:
+        zeros: tuple[str, ...] = ()
+        if blocks.minimum is not None:
+            groups = blocks.scale.shape[1]
+            blocks, zero_points = absorb_minimum(blocks)
+            zeros = (graph.constant(name + ".group_zero", _nibbles(zero_points)),)
+            x = _extend_by_sums(graph, x, groups, to)
         rows, groups = blocks.scale.shape
         packed, scale = packed_constants(graph, name, blocks)
         sizes = {"K": groups * BLOCK, "N": rows, "bits": self._bits, "block_size": BLOCK}
-        product = graph.node(
-            "MatMulNBits", x, packed, scale, to=to, domain=CONTRIB, accuracy_level=_INT8_ACTIVATIONS, **sizes
+        return graph.node(
+            "MatMulNBits", x, packed, scale, *zeros, to=to, domain=CONTRIB, accuracy_level=_INT8_ACTIVATIONS, **sizes
         )
-        if blocks.minimum is None:
-            return product
-        rest = np.ascontiguousarray((blocks.minimum + 8 * blocks.scale).T)
-        sums = graph.node("MatMul", x, _summing_matrix(graph, groups), to=to + "_sums")
-        return graph.node("Gemm", sums, graph.constant(name + ".group_offset", rest), product, to=to + "_whole")
+
+
+def absorb_minimum(blocks: Blocks) -> tuple[Blocks, NDArray[np.uint8]]:
+    """d·q + m in the operator's own form, d·(q - z) with whole z, and what that leaves of m as further columns.
+
+    The rest, at most d/2 where a group reaches across zero, multiplies the sum of the group's inputs; so it becomes a
+    weight for that sum. Two columns hold it, of four bits each, the second a sixteenth of the first: to 1/256 of the
+    largest rest among 32 groups, hundreds of times finer than the grid d itself. Returns the wider blocks (kind Q4_1,
+    no minimum) and z, uint8 (N, groups).
+    """
+    assert blocks.minimum is not None
+    step = np.where(blocks.scale == 0, 1, blocks.scale)
+    zero = np.clip(np.rint(-blocks.minimum / step), 0, 15)
+    rest = blocks.minimum + zero * blocks.scale
+    rows, groups = rest.shape
+    spare = -groups % BLOCK
+    grouped = np.pad(rest, ((0, 0), (0, spare))).reshape(rows, -1, BLOCK)
+    coarse_step = np.maximum(np.abs(grouped).max(-1) / 7.5, _TINY_STEP).astype(np.float32)
+    coarse = np.clip(np.rint(grouped / coarse_step[..., None]), -8, 7)
+    fine_step = coarse_step / 16
+    fine = np.clip(np.rint((grouped - coarse * coarse_step[..., None]) / fine_step[..., None]), -8, 7)
+    columns = [(digit + 8).astype(np.uint8).reshape(rows, -1) for digit in (coarse, fine)]
+    quants = np.concatenate([blocks.quants, *columns], axis=1)
+    scale = np.concatenate([blocks.scale, coarse_step, fine_step], axis=1)
+    middle = np.full((rows, scale.shape[1] - groups), 8)
+    return Blocks("Q4_1", scale, None, quants), np.concatenate([zero, middle], axis=1).astype(np.uint8)
+
+
+def _nibbles(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two values of four bits a byte, the first in the low half; an odd row ends with 0. (N, K) → (N, ⌈K / 2⌉)."""
+    even = np.pad(values, ((0, 0), (0, values.shape[1] % 2)))
+    packed: NDArray[np.uint8] = even[:, 0::2] | (even[:, 1::2] << 4)
+    return packed
 
 
 def packed_constants(graph: GraphWriter, name: str, blocks: Blocks) -> tuple[str, str]:
@@ -104,8 +139,7 @@ def packed_constants(graph: GraphWriter, name: str, blocks: Blocks) -> tuple[str
     if blocks.kind == "Q8_0":
         stored: NDArray[Any] = blocks.quants.view(np.uint8) ^ np.uint8(0x80)
     else:
-        nibbles = blocks.quants if blocks.kind == "Q4_1" else (blocks.quants + np.int8(8)).view(np.uint8)
-        stored = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+        stored = _nibbles(blocks.quants if blocks.kind == "Q4_1" else (blocks.quants + np.int8(8)).view(np.uint8))
     packed = graph.constant(name + ".groups", stored.reshape(rows, groups, -1))
     return packed, graph.constant(name + ".group_scale", blocks.scale)
 
@@ -118,9 +152,13 @@ def _stack(parts: Sequence[Blocks]) -> Blocks:
     return Blocks(parts[0].kind, np.concatenate([part.scale for part in parts]), minimum, quants)
 
 
-def _summing_matrix(graph: GraphWriter, groups: int) -> str:
-    """(K, K / 32): a product with it sums each group of 32 inputs."""
-    return graph.constant(f"sum_{groups}_groups", np.repeat(np.eye(groups, dtype=np.float32), BLOCK, axis=0))
+def _extend_by_sums(graph: GraphWriter, x: str, groups: int, to: str) -> str:
+    """`x` with the columns behind it that `absorb_minimum` has weights for: each group's sum, once for each digit."""
+    grouped = graph.node("Reshape", x, graph.ints(0, groups, BLOCK), to=to + "_groups")
+    sums = graph.node("ReduceSum", grouped, graph.ints(-1), to=to + "_sums", keepdims=0)
+    places = np.eye(groups, groups + -groups % BLOCK, dtype=np.float32)
+    twice = graph.constant(f"place_{groups}_sums", np.concatenate([places, places], axis=1))
+    return graph.node("Concat", x, graph.node("MatMul", sums, twice, to=to + "_placed"), to=to + "_extended", axis=-1)
 
 
 class Rows:
