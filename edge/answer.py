@@ -79,11 +79,21 @@ class Answer:
         """Set the clock: what comes next is the prefill."""
         self._started = time.perf_counter()
 
-    def verify(self, logits: Floats, tokens: Sequence[int], parents: Sequence[int], epsilon: float) -> Verdict:
+    def verify(
+        self, logits: Floats, tokens: Sequence[int], parents: Sequence[int], *, trusted: int, epsilon: float
+    ) -> Verdict:
         """What plain decoding says of a tree that grows from this answer's last token."""
-        left, index = self.limit - len(self._ids), len(self._ids)
         return verify(
-            logits, tokens, parents, self.sampler, self._ids, index=index, eos=self.eos, limit=left, epsilon=epsilon
+            logits,
+            tokens,
+            parents,
+            self.sampler,
+            self._ids,
+            index=len(self._ids),
+            eos=self.eos,
+            limit=self.limit - len(self._ids),
+            epsilon=epsilon,
+            trusted=trusted,
         )
 
     def take(self, verdict: Verdict) -> tuple[Piece, list[int]]:

@@ -18,6 +18,8 @@ from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import ContextOverflowError, EngineError, UsageError
 from starsd.shared.sampling import Sampler
 
+TOLERATED_NOISE = 1e-3  # logits; near-ties of less are one choice in thousands, and counted
+
 
 class Session:
     """Owns `target` and its cache; `text` is the same model's. Runs one generation at a time."""
@@ -26,6 +28,7 @@ class Session:
         self.target = target
         self.text = text
         self._cached: list[int] = []  # never claims more than the cache holds: forgets before it, learns after it
+        self._preview: list[int] = []
         self._running: Answer | None = None
         self.forget()
 
@@ -60,6 +63,7 @@ class Session:
 
     def _run(self, prompt: list[int], answer: Answer, progress: Progress) -> Generator[Piece, None, None]:
         self._running = answer
+        self._preview = []
         answer.start()
         self._read(prompt[:-1], progress)
         tip = prompt[-1]
@@ -67,10 +71,11 @@ class Session:
             self._must_be_running(answer)
             tokens, parents = self._draft(tip)
             logits = self.target.score(tokens, parents)
-            verdict = answer.verify(logits, tokens, parents, self.target.noise)
+            trusted, epsilon = self._trust(parents)
+            verdict = answer.verify(logits, tokens, parents, trusted=trusted, epsilon=epsilon)
             piece, rows = answer.take(verdict)
             self._commit(tokens, rows)
-            tip = verdict.tokens[len(rows) - 1]
+            tip, self._preview = verdict.tokens[len(rows) - 1], verdict.preview
             yield piece
         yield answer.finish()
 
@@ -84,8 +89,22 @@ class Session:
             self._cached += unread
 
     def _draft(self, tip: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the tree to verify next. Plain decoding: its root alone, which is the tip."""
-        return [tip], tree.chain(1)
+        """Tokens and parents of the tree to verify next: the tip, and what the last pass expects behind it.
+
+        In plain decoding that is nothing, and the tree its root alone.
+        """
+        tokens = [tip, *self._preview][: self.target.context - self.target.length]
+        return tokens, tree.chain(len(tokens))
+
+    def _trust(self, parents: Sequence[int]) -> tuple[int, float]:
+        """How many leading rows of a pass decide, and how far their logits may be from plain decoding's.
+
+        All of them where branches are computed as in plain decoding, but for a little noise. Where branches are noisy
+        the trunk alone decides, which is exact; what a branch found out comes first in the next pass, in the trunk.
+        """
+        if self.target.branch_noise <= TOLERATED_NOISE:
+            return len(parents), self.target.branch_noise
+        return tree.trunk(parents), self.target.noise
 
     def _commit(self, tokens: Sequence[int], rows: Sequence[int]) -> None:
         self.target.commit(rows)

@@ -47,7 +47,15 @@ class Target(Protocol):
 
     @property
     def noise(self) -> float:
-        """Most by which a logit was measured to differ between passes of different row counts (promise 2's ε)."""
+        """Promise 2's ε: how far a logit of a trunk row was measured to be from plain decoding's. 0: equal bit for bit.
+
+        The trunk are the leading rows of a pass that form a path from the root: they lie as plain decoding lays them.
+        """
+        ...
+
+    @property
+    def branch_noise(self) -> float:
+        """The same for rows behind the trunk: other nodes lie between them and their ancestors."""
         ...
 
     def prefill(self, tokens: Sequence[int], progress: Progress = no_progress) -> Floats:

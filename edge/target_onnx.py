@@ -5,7 +5,9 @@ All K/V of all layers lie in one array, so that keeping the accepted rows of a p
 Promise 2, row independence: a kernel for one row may round differently from the kernel for many, which of them do
 depends on the processor. On opening, the engine measures it and pads passes with the fewest dummy rows that make every
 row count agree to the last bit: a dummy for attention alone, or an even number of rows throughout. A dummy sees no
-tree node and none sees it. What still differs is `noise`.
+tree node and none sees it. What still differs then is `noise`, and `branch_noise` behind the trunk: a node that others
+separate from its ancestors lies in another column than in plain decoding, so attention adds up in another order, and
+int8 activations amplify the last bit.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _HIDDEN = np.float32(-1e9)  # added to an attention score that must not count
 _DUMMIES = 2  # rows kept free behind a pass for them
 _PROBE_ROWS = (1, 2, 3, 5)  # row counts compared with _PROBE_WIDE rows of the same tree
 _PROBE_WIDE = 8
+_COMB = (-1, 0, 0, 2, 2, 4, 4, 6)  # a tree whose path to the last row skips every other one
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
@@ -82,6 +85,7 @@ class OnnxTarget:
         self._pass_features: Floats = np.empty((0, self.features.width), np.float32)
         self._grow(min(config.initial_context, self._context))
         self._padding, self._noise = self._choose_padding()
+        self._branch_noise = max(self._noise, self._probe_path(_COMB))
 
     @property
     def shape(self) -> ModelShape:
@@ -94,6 +98,10 @@ class OnnxTarget:
     @property
     def noise(self) -> float:
         return self._noise
+
+    @property
+    def branch_noise(self) -> float:
+        return self._branch_noise
 
     @property
     def padding(self) -> Padding:
@@ -163,23 +171,35 @@ class OnnxTarget:
         differences = {}
         for padding in _PADDINGS:
             self._padding = padding
-            differences[padding] = self._probe()
+            differences[padding] = max(self._probe_counts(), self._probe_path(tree.chain(_PROBE_WIDE)))
             if differences[padding] == 0:
                 break
-        best = min(differences, key=differences.__getitem__)
+        best = self._padding = min(differences, key=differences.__getitem__)
         return best, differences[best]
 
-    def _probe(self) -> float:
+    def _probe_counts(self) -> float:
         """The largest difference in a logit between passes of few and of many rows over the same tree."""
-        vocab = self.shape.vocab
-        prompt = [(7 * i + 1) % vocab for i in range(min(2 * _PROBE_WIDE, self._context - _PROBE_WIDE))]
-        tokens = [(11 * i + 3) % vocab for i in range(_PROBE_WIDE)]
-        parents = [-1, 0, 0, 1, 1, 2, 3, 3]
-        self.prefill(prompt)
+        tokens, parents = self._prepare_probe(), [-1, 0, 0, 1, 1, 2, 3, 3]
         wide = self.score(tokens, parents)
         worst = max(float(np.abs(self.score(tokens[:n], parents[:n]) - wide[:n]).max()) for n in _PROBE_ROWS)
         self.truncate(0)
         return worst
+
+    def _probe_path(self, parents: Sequence[int]) -> float:
+        """The largest difference in a logit between the path to a tree's last row and plain decoding of the same."""
+        tokens = self._prepare_probe()
+        wide, worst = self.score(tokens, parents), 0.0
+        for row in tree.path_to(parents, _PROBE_WIDE - 1):
+            worst = max(worst, float(np.abs(self.score([tokens[row]], [-1])[0] - wide[row]).max()))
+            self.commit([0])
+        self.truncate(0)
+        return worst
+
+    def _prepare_probe(self) -> list[int]:
+        """Read a prompt; _PROBE_WIDE tokens for a tree behind it."""
+        vocab = self.shape.vocab
+        self.prefill([(7 * i + 1) % vocab for i in range(min(2 * _PROBE_WIDE, self._context - _PROBE_WIDE))])
+        return [(11 * i + 3) % vocab for i in range(_PROBE_WIDE)]
 
     def _require(self, tokens: Sequence[int]) -> None:
         """Make room for `tokens`. Raises ContextOverflowError past the context, UsageError for what is no token."""
@@ -218,9 +238,11 @@ class OnnxTarget:
         padded = self._padding.rows(count)
         attending = max(padded, self._padding.attending)
         total = length + attending
+        # the operator takes a pass without past for a prompt and numbers its rows, unless a column lies behind them
+        span = total + (length == 0)
         ids, places = np.zeros(padded, np.int64), np.full((1, attending), length, np.int64)
         ids[:count], places[0, :count] = tokens, positions
-        mask = np.zeros((1, 1, attending, total), np.float32)
+        mask = np.zeros((1, 1, attending, span), np.float32)
         if visible is not None:
             mask[0, 0, :count, length : length + count][~visible] = _HIDDEN
         mask[0, 0, count:, length : length + count] = _HIDDEN
@@ -231,7 +253,7 @@ class OnnxTarget:
             "position_ids": places,
             "mask": mask,
             "last_row": np.array([total - 1], np.int32),
-            "total": np.array(total, np.int32),
+            "total": np.array(span, np.int32),
             "logit_rows": np.arange(self._padding.rows(wanted) if wanted else 1),
         }
         for name, value in feeds.items():

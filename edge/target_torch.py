@@ -97,6 +97,10 @@ class TorchTarget:
         return self._features
 
     @property
+    def branch_noise(self) -> float:
+        return self.noise
+
+    @property
     def noise(self) -> float:
         return NOISE
 

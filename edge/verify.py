@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +15,18 @@ from starsd.shared.tree import ROOT
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one step commits.
+    """What one step commits, and what it expects to come next.
 
     `rows` of the pass stay in the cache, the root first; `tokens` are the new ids, accepted drafts and then one that
     no row stands for: the new tip. Both have the same length, at least 1. A caller that ends earlier still, at a stop
-    string, keeps the first n of both.
+    string, keeps the first n of both. `preview` are tokens behind them that rows we do not trust have chosen: all but
+    certain, so the best drafts for the next pass.
     """
 
     rows: list[int]
     tokens: list[int]
     near_ties: int
+    preview: list[int] = field(default_factory=list)
 
     @property
     def accepted(self) -> int:
@@ -43,13 +45,15 @@ def verify(
     eos: Collection[int] = (),
     limit: int | None = None,
     epsilon: float = 0.0,
+    trusted: int | None = None,
 ) -> Verdict:
     """Choose the token at the root, go to the child that is this token, and so on until there is none.
 
     `logits`, float32 (n, V), are those of the tree `tokens` and `parents`, row 0 the tip; `path` are the ids generated
     so far and `index` is the output index of the first new token. Nothing is committed beyond an end token in `eos`
     or beyond `limit` new tokens. Choices whose gap is below `epsilon` (logits) count as near-ties. Of siblings with the
-    same token the first counts. Raises EngineError when the shapes disagree or `limit` is below 1.
+    same token the first counts. Only the first `trusted` rows commit anything (None: all of them); where the walk
+    leaves them it goes on as a preview. Raises EngineError when the shapes disagree or `limit` is below 1.
     """
     if not len(logits) == len(tokens) == len(parents) > 0:
         raise EngineError(f"{len(logits)} rows of logits for {len(tokens)} tokens and {len(parents)} parents")
@@ -59,6 +63,7 @@ def verify(
     for row in range(ROOT + 1, len(tokens)):
         children.setdefault((parents[row], tokens[row]), row)
 
+    trusted = len(tokens) if trusted is None else trusted
     rows: list[int] = []
     here = list(path)
     new: list[int] = []
@@ -66,10 +71,11 @@ def verify(
     at: int | None = ROOT
     while at is not None:
         choice = sampler.choose(logits[at], here, index + len(new))
-        rows.append(at)
+        if at < trusted:
+            rows.append(at)
+            near_ties += choice.gap < epsilon
         here.append(choice.token)
         new.append(choice.token)
-        near_ties += choice.gap < epsilon
         ended = choice.token in eos or len(new) == limit
         at = None if ended else children.get((at, choice.token))
-    return Verdict(rows, new, near_ties)
+    return Verdict(rows, new[: len(rows)], near_ties, new[len(rows) :])

@@ -48,6 +48,11 @@ def path_to(parents: Sequence[int], row: int) -> list[int]:
     return path[::-1]
 
 
+def trunk(parents: Sequence[int]) -> int:
+    """How many leading rows form a path from the root: the part of a tree that lies as plain decoding would lay it."""
+    return next((row for row, parent in enumerate(parents) if parent != row - 1), len(parents))
+
+
 def chain(length: int) -> list[int]:
     """Parents of a tree that is a single path of `length` nodes, root included."""
     return list(range(-1, length - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,14 @@ def smollm2_folder() -> Path:
     from starsd.export.pull import pull
 
     return pull("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundle(smollm2_folder: Path) -> Callable[[str], Path]:
+    """The default model's bundle by precision, exported the first time. Mark its tests `model`."""
+    from starsd.edge.bundle import ensure_bundle
+
+    return lambda precision: ensure_bundle("smollm2-135m", precision)
 
 
 @pytest.fixture

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from drafting import Drafting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_session import EOS, VOCAB, ToyTarget, outcome_of, toy_logits, write_text_files
+from tiny_session import EOS, VOCAB, NoisyBranches, ToyTarget, outcome_of, toy_logits, write_text_files
 
 from starsd.edge import answer
 from starsd.edge.session import Session, fit
@@ -46,29 +46,6 @@ def plain(
         if found := [(at + len(stop), at) for stop in limits.stop if (at := shown.find(stop)) >= 0]:
             return ids, shown[: min(found)[1]], "stop"
     return ids, text.decode(ids), "length"
-
-
-class Drafting(Session):
-    """Drafts as a server might: parts of the truth, siblings, nonsense."""
-
-    def __init__(self, target: ToyTarget, text: Text, prompt: list[int], truth: list[int], seed: int) -> None:
-        super().__init__(target, text)
-        self.known = [*prompt, *truth]
-        self.random = random.Random(seed)
-
-    def _draft(self, tip: int) -> tuple[list[int], list[int]]:
-        ahead = self.known[self.target.length + 1 :][: self.random.randint(0, 5)]
-        tokens, parents = [tip], [-1]
-        at = 0
-        for token in ahead:
-            wrong = self.random.randrange(VOCAB)
-            order = [token, wrong] if self.random.random() < 0.5 else [wrong, token]
-            first = len(tokens)
-            tokens += order
-            parents += [at, at]
-            at = first + order.index(token)
-        room = self.target.context - self.target.length
-        return tokens[:room], parents[:room]
 
 
 class Scripted(ToyTarget):
@@ -147,6 +124,15 @@ def test_plain_decoding_commits_one_token_a_pass(text: Text) -> None:
     outcome = outcome_of(Session(ToyTarget(), text), PROMPT, Sampling(logit_bias={EOS: -100}), Limits(max_new_tokens=9))
     assert (outcome.new_tokens, outcome.passes, outcome.finish_reason) == (9, 8, "length")
     assert (outcome.accepted_remote, outcome.accepted_ngram, outcome.bytes_up, outcome.bytes_down) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.1])
+@pytest.mark.parametrize("seed", range(6))
+def test_noisy_branches_change_no_token(text: Text, temperature: float, seed: int) -> None:
+    limits, sampling = Limits(max_new_tokens=60), Sampling(temperature=temperature, seed=seed, logit_bias={EOS: -100})
+    truth, *_ = plain(toy_logits, text, PROMPT, sampling, limits)
+    outcome = outcome_of(Drafting(NoisyBranches(), text, PROMPT, truth, seed), PROMPT, sampling, limits)
+    assert (outcome.token_ids, outcome.near_ties, outcome.passes < 40) == (truth, 0, True)
 
 
 def test_right_drafts_save_passes(text: Text) -> None:

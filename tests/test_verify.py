@@ -138,3 +138,24 @@ def test_rows_that_disagree_and_empty_limits_are_refused() -> None:
         verify(fixed(4, 5), [9], [-1], Sampler(Sampling()), [], index=0)
     with pytest.raises(EngineError, match="limit is 0 new tokens, expected 1 or more"):
         verify(fixed(4), [9], [-1], Sampler(Sampling()), [], index=0, limit=0)
+
+
+def test_untrusted_rows_commit_nothing_but_say_what_they_expect() -> None:
+    # the root chooses 4; its children are 3 (row 1, trunk) and 4 (row 2, a branch, which chooses 5 and then 1)
+    logits = np.stack([one_hot(4), one_hot(0), one_hot(5), one_hot(1)])
+    verdict = verify(logits, [9, 3, 4, 5], [-1, 0, 0, 2], Sampler(Sampling()), [], index=0, trusted=2)
+    assert verdict == Verdict([0], [4], 0, [5, 1])
+    assert verify(logits, [9, 3, 4, 5], [-1, 0, 0, 2], Sampler(Sampling()), [], index=0) == Verdict(
+        [0, 2, 3], [4, 5, 1], 0
+    )
+
+
+def test_a_preview_ends_at_the_limit_and_at_an_end_token() -> None:
+    logits = np.stack([one_hot(4), one_hot(0), one_hot(5), one_hot(1)])
+    for options, preview in (({"limit": 2}, [5]), ({"eos": (5,)}, [5]), ({"eos": (4,)}, [])):
+        verdict = verify(logits, [9, 3, 4, 5], [-1, 0, 0, 2], Sampler(Sampling()), [], index=0, trusted=1, **options)
+        assert verdict.preview == preview, options
+
+
+def one_hot(token: int) -> NDArray[np.float32]:
+    return np.eye(VOCAB, dtype=np.float32)[token]

@@ -56,7 +56,7 @@ class ToyTarget:
 
     def __init__(self, context: int = 4096, noise: float = 0.0) -> None:
         self.context = context
-        self.noise = noise
+        self.noise = self.branch_noise = noise
         self.rows: list[int] = []
         self.read: list[int] = []  # prompt tokens of each prefill
         self._pass: tuple[list[int], list[int]] | None = None
@@ -99,6 +99,20 @@ class ToyTarget:
     def _require(self, count: int) -> None:
         if len(self.rows) + count > self.context:
             raise ContextOverflowError(f"{len(self.rows) + count} rows, context {self.context}")
+
+
+class NoisyBranches(ToyTarget):
+    """Exact on the trunk; a row behind it has logits of its own, as far off as rounding could ever be."""
+
+    def __init__(self, context: int = 4096) -> None:
+        super().__init__(context)
+        self.branch_noise = 0.5
+
+    def score(self, tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.float32]:
+        logits = super().score(tokens, parents)
+        for row in range(tree.trunk(parents), len(tokens)):
+            logits[row] += np.random.default_rng([row, self.length]).uniform(-0.25, 0.25, VOCAB)
+        return logits
 
 
 def outcome_of(session: Session, prompt: Sequence[int], sampling: Sampling, limits: Limits, choice: int = 0) -> Outcome:
