@@ -72,7 +72,7 @@ class GraphWriter:
             tensor.data_location = TensorProto.EXTERNAL
             for key, text in (("location", DATA_FILE), ("offset", self._data.tell()), ("length", array.nbytes)):
                 tensor.external_data.add(key=key, value=str(text))
-            self._data.write(array.data)
+            self._data.write(array.reshape(-1).view(np.uint8).data)  # bfloat16 has no buffer of its own
         self._constants[name] = tensor
         return name
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from starsd.scripts.bench import bench_app
+from starsd.scripts.doctor import doctor
 from starsd.shared.config import DEFAULT_MODEL
 from starsd.shared.console import StderrProgress, emit, run
 
@@ -18,6 +20,8 @@ app = typer.Typer(
 )
 models = typer.Typer(help="What is stored on this machine.", no_args_is_help=True)
 app.add_typer(models, name="models")
+app.add_typer(bench_app, name="bench")
+app.command()(doctor)
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")]
 

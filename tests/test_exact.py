@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from drafting import Drafting
 
@@ -12,6 +13,7 @@ from starsd.edge.answer import Outcome
 from starsd.edge.session import Session
 from starsd.edge.target import open_target
 from starsd.edge.text import Text
+from starsd.shared import tree
 from starsd.shared.config import Engine, Limits, Sampling
 
 pytestmark = pytest.mark.model
@@ -40,3 +42,23 @@ def test_drafts_change_no_token(smollm2_bundle: Callable[[str], Path], precision
         assert target.noise == 0, "a trunk row differs from plain decoding on this processor"
         assert drafted.token_ids == plain.token_ids
         assert drafted.text == plain.text
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_trunk_equals_plain_decoding_bit_for_bit(smollm2_bundle: Callable[[str], Path], precision: str) -> None:
+    target = open_target("onnx", smollm2_bundle(precision), Engine())
+    rng = np.random.default_rng(1)
+    ids = [int(token) for token in rng.integers(5, 40_000, 600)]
+    for past in (1, 63, 127, 255, 500):
+        target.truncate(0)
+        target.prefill(ids[:past])
+        ahead = ids[past : past + 13]
+        branches = [0, 1, 2, 0, 5]
+        wide = target.score([*ahead, 7, 8, 9, 10, 11], [*tree.chain(len(ahead)), *branches]).copy()
+        for row, token in enumerate(ahead):
+            assert np.array_equal(target.score([token], [-1])[0], wide[row]), f"row {row} behind {past}"
+            target.commit([0])
+        grown = target.score([99], [-1])[0].copy()
+        target.truncate(0)
+        target.prefill(ids[: past + len(ahead)])
+        assert np.array_equal(target.score([99], [-1])[0], grown), f"read at once, {past}"
