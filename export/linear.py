@@ -104,9 +104,9 @@ def absorb_minimum(blocks: Blocks) -> tuple[Blocks, NDArray[np.uint8]]:
     """d·q + m in the operator's own form, d·(q - z) with whole z, and what that leaves of m as further columns.
 
     The rest, at most d/2 where a group reaches across zero, multiplies the sum of the group's inputs; so it becomes a
-    weight for that sum. Two columns hold it, of four bits each, the second a sixteenth of the first: to 1/256 of the
-    largest rest among 32 groups, hundreds of times finer than the grid d itself. Returns the wider blocks (kind Q4_1,
-    no minimum) and z, uint8 (N, groups).
+    weight for that sum. Two columns hold it, of four bits each, the second in sixteenths of the first: to 1/112 of the
+    largest rest among 32 groups, far finer than the grid d itself. Returns the wider blocks (kind Q4_1, no minimum)
+    and z, uint8 (N, groups).
     """
     assert blocks.minimum is not None
     step = np.where(blocks.scale == 0, 1, blocks.scale)
@@ -115,7 +115,7 @@ def absorb_minimum(blocks: Blocks) -> tuple[Blocks, NDArray[np.uint8]]:
     rows, groups = rest.shape
     spare = -groups % BLOCK
     grouped = np.pad(rest, ((0, 0), (0, spare))).reshape(rows, -1, BLOCK)
-    coarse_step = np.maximum(np.abs(grouped).max(-1) / 7.5, _TINY_STEP).astype(np.float32)
+    coarse_step = np.maximum(np.abs(grouped).max(-1) / 7, _TINY_STEP).astype(np.float32)
     coarse = np.clip(np.rint(grouped / coarse_step[..., None]), -8, 7)
     fine_step = coarse_step / 16
     fine = np.clip(np.rint((grouped - coarse * coarse_step[..., None]) / fine_step[..., None]), -8, 7)
@@ -136,10 +136,11 @@ def _nibbles(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def packed_constants(graph: GraphWriter, name: str, blocks: Blocks) -> tuple[str, str]:
     """Quants and scales as MatMulNBits wants them: uint8 (N, K / 32, bytes), zero at 8 or 128; float32 (N, K / 32)."""
     rows, groups = blocks.scale.shape
+    quants: NDArray[Any] = blocks.quants.view(np.uint8)
     if blocks.kind == "Q8_0":
-        stored: NDArray[Any] = blocks.quants.view(np.uint8) ^ np.uint8(0x80)
+        stored: NDArray[Any] = quants ^ np.uint8(0x80)
     else:
-        stored = _nibbles(blocks.quants if blocks.kind == "Q4_1" else (blocks.quants + np.int8(8)).view(np.uint8))
+        stored = _nibbles(quants if blocks.kind == "Q4_1" else quants + np.uint8(8))  # wraps: -8 to 7 become 0 to 15
     packed = graph.constant(name + ".groups", stored.reshape(rows, groups, -1))
     return packed, graph.constant(name + ".group_scale", blocks.scale)
 
