@@ -104,7 +104,7 @@ def absorb_minimum(blocks: Blocks) -> tuple[Blocks, NDArray[np.uint8]]:
     """d·q + m in the operator's own form, d·(q - z) with whole z, and what that leaves of m as further columns.
 
     The rest, at most d/2 where a group reaches across zero, multiplies the sum of the group's inputs; so it becomes a
-    weight for that sum. Two columns hold it, of four bits each, the second in sixteenths of the first: to 1/112 of the
+    weight for that sum. Two columns hold it, of four bits each, the second in sixteenths of the first: to 1/120 of the
     largest rest among 32 groups, far finer than the grid d itself. Returns the wider blocks (kind Q4_1, no minimum)
     and z, uint8 (N, groups).
     """
@@ -115,7 +115,7 @@ def absorb_minimum(blocks: Blocks) -> tuple[Blocks, NDArray[np.uint8]]:
     rows, groups = rest.shape
     spare = -groups % BLOCK
     grouped = np.pad(rest, ((0, 0), (0, spare))).reshape(rows, -1, BLOCK)
-    coarse_step = np.maximum(np.abs(grouped).max(-1) / 7, _TINY_STEP).astype(np.float32)
+    coarse_step = np.maximum(np.abs(grouped).max(-1) / 7.5, _TINY_STEP).astype(np.float32)
     coarse = np.clip(np.rint(grouped / coarse_step[..., None]), -8, 7)
     fine_step = coarse_step / 16
     fine = np.clip(np.rint((grouped - coarse * coarse_step[..., None]) / fine_step[..., None]), -8, 7)
@@ -128,9 +128,8 @@ def absorb_minimum(blocks: Blocks) -> tuple[Blocks, NDArray[np.uint8]]:
 
 def _nibbles(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Two values of four bits a byte, the first in the low half; an odd row ends with 0. (N, K) → (N, ⌈K / 2⌉)."""
-    even = np.pad(values, ((0, 0), (0, values.shape[1] % 2)))
-    packed: NDArray[np.uint8] = even[:, 0::2] | (even[:, 1::2] << 4)
-    return packed
+    even: NDArray[np.uint8] = np.pad(values, ((0, 0), (0, values.shape[1] % 2)))
+    return np.asarray(even[:, 0::2] | (even[:, 1::2] << 4), np.uint8)
 
 
 def packed_constants(graph: GraphWriter, name: str, blocks: Blocks) -> tuple[str, str]:
