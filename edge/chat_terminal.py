@@ -8,7 +8,6 @@ from collections.abc import Callable
 from rich.console import Console
 
 from starsd.edge.answer import Outcome, printable
-from starsd.edge.prompts import leading_tokens
 from starsd.edge.session import Session
 from starsd.shared.config import Limits, Sampling
 from starsd.shared.errors import UsageError
@@ -61,7 +60,7 @@ class ChatTerminal:
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._system = system
         self.session.forget()
-        self._keep = leading_tokens(self.session.text, self.messages)
+        self._keep = self.session.text.leading_tokens(self.messages)
 
     def _obey(self, command: str, rest: str) -> None:
         if command == "/reset":

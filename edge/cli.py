@@ -72,7 +72,7 @@ def generate(
     """Answer prompts, each with the model's chat template and its own default system message."""
     with _edge_extra():
         from starsd.edge.generate import answer_all
-        from starsd.edge.prompts import Prompt, read_prompts
+        from starsd.shared.prompts import Prompt, read_prompts
     if policy not in POLICIES:
         raise UsageError(f"policy is {policy!r}, expected {' or '.join(POLICIES)}")
     if (prompts is None) == (prompt is None):

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import msgspec
 
 from starsd.edge.answer import Outcome, printable
-from starsd.edge.prompts import Prompt, leading_tokens
 from starsd.edge.session import Session
 from starsd.shared.config import Limits, Sampling
 from starsd.shared.console import Progress, emit
 from starsd.shared.errors import ContextOverflowError
+from starsd.shared.prompts import Prompt
 
 LONG_PROMPT = 256  # tokens; reading fewer is no news
 
@@ -27,7 +27,7 @@ def answer_all(
     as_json: bool,
 ) -> None:
     """Answer every prompt's first turn on stdout: a JSON object each, or the text as it comes."""
-    keep = leading_tokens(session.text) if limits.overflow == "truncate" else 0
+    keep = session.text.leading_tokens() if limits.overflow == "truncate" else 0
     for prompt in prompts:
         session.forget()
         ids = session.text.encode_chat([{"role": "user", "content": prompt.turns[0]}])

@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 
 from starsd.edge.answer import Answer, Piece
 from starsd.edge.target import Target
-from starsd.edge.text import Text
+from starsd.edge.text import Text, shared_length
 from starsd.shared import tree
 from starsd.shared.config import OVERFLOWS, Limits, Sampling
 from starsd.shared.console import Progress, no_progress
@@ -144,9 +144,3 @@ def fit(prompt: Sequence[int], limits: Limits, context: int, keep: int = 0) -> l
     quarters = -(-(len(prompt) - most) // quarter)
     lost = min(quarters * quarter, len(prompt) - keep - 1)
     return [*prompt[:keep], *prompt[keep + lost :]]
-
-
-def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)

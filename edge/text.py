@@ -98,6 +98,11 @@ class Text:
             self._compiled[name] = ChatTemplate(self._templates[name], self.special_tokens)
         return self._compiled[name].render(messages, tools, add_generation_prompt=add_generation_prompt, **variables)
 
+    def leading_tokens(self, system: Messages = ()) -> int:
+        """How many tokens all conversations under these `system` messages begin with: what stays when one overflows."""
+        a, b = (self.encode_chat([*system, {"role": "user", "content": content}]) for content in ("a", "b"))
+        return shared_length(a, b)
+
     def encode_chat(
         self,
         messages: Messages,
@@ -163,3 +168,9 @@ def _eos_ids(folder: Path) -> set[int]:
         if value is not None:
             raise ModelError(f"{folder / name} has eos_token_id {value}, expected an integer or a list of them")
     return set()
+
+
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)

@@ -15,10 +15,11 @@ import msgspec
 import numpy as np
 
 from starsd.export import check
+from starsd.export.chat import ChatRenderer, end_tokens
 from starsd.export.checkpoint import Checkpoint
 from starsd.export.graph import GraphWriter
 from starsd.export.graph_llama import Recipe, build
-from starsd.export.hf_folder import chat_template, read_json
+from starsd.export.hf_folder import chat_template
 from starsd.export.linear import Dense, GroupsOf32, Rows
 from starsd.export.pull import pull
 from starsd.export.rotate import RotatedCheckpoint
@@ -83,7 +84,7 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
         _write_graph(folder, checkpoint, options.precision, features, context, progress)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << (20 if sys.platform == "darwin" else 10))
         _write_text_files(source, folder)
-        eos = _eos(source)
+        eos = end_tokens(source)
         quality = _quality(folder, source, checkpoint, context, eos, progress) if compared else None
         made = Manifest(
             name=parse_ref(ref).slug,
@@ -166,14 +167,6 @@ def _write_text_files(source: Path, folder: Path) -> None:
         (folder / "chat_template.jinja").write_text(template)
 
 
-def _eos(source: Path) -> tuple[int, ...]:
-    for name in ("generation_config.json", "config.json"):
-        eos = read_json(source / name).get("eos_token_id")
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (int(eos),)
-    return ()
-
-
 def _fingerprint(checkpoint: Checkpoint, folder: Path, features: FeatureSpec) -> str:
     """Names the function that a drafter was trained against: weights, tokenizer, taps."""
     digest = hashlib.sha256()
@@ -184,25 +177,14 @@ def _fingerprint(checkpoint: Checkpoint, folder: Path, features: FeatureSpec) ->
     return digest.hexdigest()
 
 
-def _special_tokens(source: Path) -> dict[str, str]:
-    """The begin and end tokens as text, for the chat template."""
-    config = read_json(source / "tokenizer_config.json")
-    tokens = {name: config.get(name) or "" for name in ("bos_token", "eos_token")}
-    return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-
-
 def _quality(
     folder: Path, source: Path, checkpoint: Checkpoint, context: int, eos: tuple[int, ...], progress: Progress
 ) -> Quality:
     """Compare with an fp32 graph of the same weights, made beside and thrown away."""
     tokenizer = load_tokenizer(source)
-    template = chat_template(source)
-    prompts = [
-        tokenizer.encode(
-            check.render(template, text, _special_tokens(source)), add_special_tokens=template is None
-        ).ids[: context // 2]
-        for text in check.PROMPTS
-    ]
+    renderer = ChatRenderer.find(source)
+    asked = [renderer.render([{"role": "user", "content": text}]) if renderer else text for text in check.PROMPTS]
+    prompts = [tokenizer.encode(text, add_special_tokens=renderer is None).ids[: context // 2] for text in asked]
     capacity = min(max(map(len, prompts)) + check.ANSWER_TOKENS, context)
     with TemporaryDirectory(dir=folder) as place:
         plain = Checkpoint(source)

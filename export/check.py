@@ -6,13 +6,12 @@ there, one differing argmax is one place where the quantised model would have sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 
 from starsd.export.graph import MODEL_FILE
@@ -77,15 +76,6 @@ class Runner:
         self._session.run_with_iobinding(self._binding)
         outputs = self._binding.get_outputs()[-len(self.results) :]
         return {name: output.numpy() for name, output in zip(self.results, outputs, strict=True)}
-
-
-def render(template: str | None, text: str, tokens: Mapping[str, str]) -> str:
-    """A user's message as the model expects it; `tokens` are the template's bos_token and eos_token."""
-    if template is None:
-        return text
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    messages = [{"role": "user", "content": text}]
-    return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **tokens)
 
 
 def write_answers(

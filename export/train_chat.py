@@ -10,17 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from starsd.export.hf_folder import chat_template, read_json
+from starsd.export.chat import ChatRenderer, end_tokens
 from starsd.export.train_data import Role
-from starsd.shared.errors import ModelError, UsageError
+from starsd.shared.errors import ModelError
 
 USER_TOKENS, ANSWER_TOKENS = 160, 384  # where a turn is cut
 _TEMPERATURES = (0.0, 0.5, 0.8, 1.0)  # of answers: greedy text and sampled text are both met when serving
@@ -80,26 +76,22 @@ class ChatText:
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"{folder} has no tokenizer.json, expected one to write chats: give --data instead")
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        source = chat_template(folder)
-        if source is None:
+        renderer = ChatRenderer.find(folder)
+        if renderer is None:
             raise ModelError(f"{folder} has no chat template, expected one to write chats: give --data instead")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        self._special = _special_tokens(folder)
-        try:
-            self._template = environment.from_string(source)
-            one = self._split(_messages(1), _MARKS[:1])
-            two = self._split(_messages(3), _MARKS)
-        except TemplateError as error:
-            raise ModelError(f"chat template of {folder} cannot be rendered: {error}") from error
+        self._renderer = renderer
+        one = self._split(_messages(1), _MARKS[:1])
+        two = self._split(_messages(3), _MARKS)
         self._heads = {"": one[0]}
         self.to_answer, self._to_user = one[1], two[2]
         for system in SYSTEMS:
             try:
                 self._heads[system] = self._split(_messages(1, system), _MARKS[:1])[0]
-            except (TemplateError, ModelError):
+            except ModelError:
                 continue  # this template knows no system message
         self.systems = tuple(system for system in self._heads if system)
-        self.ends = self._end_tokens(folder)
+        end = self._tokenizer.token_to_id(renderer.special["eos_token"])
+        self.ends = frozenset(end_tokens(folder)) | ({end} if end is not None else set())
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -123,7 +115,7 @@ class ChatText:
 
     def _split(self, messages: list[dict[str, str]], marks: Sequence[str]) -> list[str]:
         """The rendered template between the marks."""
-        text = self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+        text = self._renderer.render(messages)
         pieces = []
         for mark in marks:
             if text.count(mark) != 1:
@@ -131,15 +123,6 @@ class ChatText:
             piece, text = text.split(mark)
             pieces.append(piece)
         return [*pieces, text]
-
-    def _end_tokens(self, folder: Path) -> frozenset[int]:
-        found: set[int] = set()
-        for name in ("generation_config.json", "config.json"):
-            value = read_json(folder / name).get("eos_token_id")
-            found |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
-        if (id := self._tokenizer.token_to_id(self._special.get("eos_token", ""))) is not None:
-            found.add(id)
-        return frozenset(found)
 
 
 def invented(text: ChatText, rng: np.random.Generator) -> Iterator[Script]:
@@ -170,42 +153,7 @@ def asked(text: ChatText, prompts: Sequence[tuple[str, ...]], rng: np.random.Gen
             yield tuple(script)
 
 
-class _Line(msgspec.Struct):
-    turns: tuple[str, ...] = ()
-    prompt: str = ""
-
-
-def read_turns(path: Path) -> list[tuple[str, ...]]:
-    """User turns from lines `{"turns": [texts]}` or `{"prompt": text}`. Raises UsageError naming the line."""
-    found = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = msgspec.json.decode(line, type=_Line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} line {number}: {error}") from error
-        turns = row.turns or ((row.prompt,) if row.prompt else ())
-        if not turns or not all(turn.strip() for turn in turns):
-            raise UsageError(f"{path} line {number}: got no text, expected turns or prompt")
-        found.append(turns)
-    if not found:
-        raise UsageError(f"{path} holds no prompts, expected one JSON object a line")
-    return found
-
-
 def _messages(count: int, system: str = "") -> list[dict[str, str]]:
     roles = ("user", "assistant", "user")
     turns = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)][:count]
     return [{"role": "system", "content": system}] * bool(system) + turns
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    raw: dict[str, Any] = read_json(folder / "tokenizer_config.json")
-    tokens = {name: value for name, value in raw.items() if name.endswith("_token")}
-    named = {n: v["content"] if isinstance(v, dict) else v for n, v in tokens.items()}
-    return {"bos_token": "", "eos_token": "", **{n: v for n, v in named.items() if isinstance(v, str)}}

@@ -34,6 +34,7 @@ from starsd.export.train_store import Store
 from starsd.export.train_target import TORCH_DTYPES, BatchTarget, fingerprint
 from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import UsageError
+from starsd.shared.prompts import read_prompts
 from starsd.shared.rope import Rope
 
 _CHUNK = {"cpu": (64, 4096), "cuda": (512, 65536)}  # chats between commits, padded tokens of a pass
@@ -210,7 +211,7 @@ def _write(
     if sources.prompts is None:
         scripts = train_chat.invented(text, rng)
     else:
-        scripts = train_chat.asked(text, train_chat.read_turns(sources.prompts), rng)
+        scripts = train_chat.asked(text, [prompt.turns for prompt in read_prompts(sources.prompts)], rng)
     write_chats(
         target,
         scripts,

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import msgspec
 
-from starsd.edge.session import shared_length
-from starsd.edge.template import Messages
-from starsd.edge.text import Text
 from starsd.shared.errors import UsageError
 
 EXPECTED = 'expected {"id", "turns": [texts]} or {"id", "prompt": text}'
@@ -51,9 +48,3 @@ def _parse(line: bytes, where: str) -> Prompt:
     if not turns or not turns[0].strip():
         raise UsageError(f"{where}: got {'no turns' if not turns else 'an empty text'}, {EXPECTED}")
     return Prompt(row.id, turns)
-
-
-def leading_tokens(text: Text, system: Messages = ()) -> int:
-    """How many tokens every conversation under these `system` messages begins with: what stays when one overflows."""
-    a, b = (text.encode_chat([*system, {"role": "user", "content": content}]) for content in ("a", "b"))
-    return shared_length(a, b)

@@ -314,6 +314,6 @@ def test_the_default_model_answers(smollm2_folder: Path, capfd: pytest.CaptureFi
 
 def test_the_edge_runs_without_torch_and_transformers() -> None:
     """Whatever the commands import, in a process of its own."""
-    modules = "answer, bundle, chat_terminal, cli, generate, prompts, session, target, target_onnx, text, verify"
+    modules = "answer, bundle, chat_terminal, cli, generate, session, target, target_onnx, text, verify"
     code = f"import sys; from starsd.edge import {modules}; print(*{{'torch', 'transformers'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"

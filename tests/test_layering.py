@@ -39,7 +39,7 @@ LIGHT = {
 HEAVY = {
     "gguf": {"export/gguf_file.py"},
     "huggingface_hub": {"export/hub_source.py"},
-    "jinja2": {"edge/template.py", "export/check.py", "export/train_chat.py"},
+    "jinja2": {"edge/template.py", "export/chat.py"},
     "llama_cpp": {"scripts/bench_peers.py"},
     "onnx": {"export/graph.py", "export/linear.py"},
     "onnxruntime": {"edge/target_onnx.py", "export/check.py", "scripts/doctor.py"},

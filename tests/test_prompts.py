@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tiny_session import write_text_files
 
-from starsd.edge.prompts import Prompt, leading_tokens, read_prompts
 from starsd.edge.text import Text
 from starsd.shared.errors import UsageError
+from starsd.shared.prompts import Prompt, read_prompts
 
 
 def written(folder: Path, content: str | bytes) -> Path:
@@ -73,6 +73,6 @@ def test_leading_tokens_are_those_of_every_conversation(tmp_path: Path) -> None:
     text = Text.open(write_text_files(tmp_path))
     given = [{"role": "system", "content": "x"}]
     for system, expected in (([], "<s>be kind</s><s>user:"), (given, "<s>system: x</s><s>user:")):
-        count = leading_tokens(text, system)
+        count = text.leading_tokens(system)
         ids = text.encode_chat([*system, {"role": "user", "content": "Is this so?"}])
         assert text.tokenizer.decode(ids[:count], skip_special_tokens=False) == expected

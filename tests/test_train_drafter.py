@@ -118,7 +118,7 @@ def test_rows_of_json_and_nothing_else(target: Path, tmp_path: Path, capsys: pyt
 
 def test_prompts_are_answered(target: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
-    prompts.write_text('{"turns": ["user said"]}\n{"prompt": "this is"}\n')
+    prompts.write_text('{"id": 1, "turns": ["user said"]}\n{"id": 2, "prompt": "this is"}\n')
     options = ["--tokens", "1500", "--prompts", str(prompts), *SHORT]
     assert main(["train-drafter", "--target", str(target), "--out", str(tmp_path / "o"), *options]) == 0
     chats = read_chats(tmp_path / "o" / "chats.npz", VOCAB)

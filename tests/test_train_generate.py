@@ -23,13 +23,12 @@ from starsd.export.train_chat import (
     Written,
     asked,
     invented,
-    read_turns,
 )
 from starsd.export.train_data import Role
 from starsd.export.train_generate import Chat, batch_chats, sample, write_chats
 from starsd.export.train_store import Store
 from starsd.export.train_target import BatchTarget, best
-from starsd.shared.errors import ModelError, UsageError
+from starsd.shared.errors import ModelError
 
 END = 1
 ENDS = [END, *range(20, 280, 4)]  # so many that chats end
@@ -189,25 +188,10 @@ def test_memory_bounds_how_many_are_written_at_a_time(folder: Path) -> None:
     assert batch_chats(target, 640_000) == 4
 
 
-def test_prompt_files(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"id": 1, "turns": ["a", "b"]}\n\n{"prompt": "c", "other": 2}\n')
-    assert read_turns(path) == [("a", "b"), ("c",)]
-    for content, message in (
-        ('{"turns": ["a"]}\n{"id": 2}', r"line 2: got no text, expected turns or prompt$"),
-        ('{"turns": ["a", " "]}', r"line 1: got no text"),
-        ("[1]", r"line 1: Expected `object`"),
-        ("\n", r"holds no prompts, expected one JSON object a line$"),
-    ):
-        path.write_text(content)
-        with pytest.raises(UsageError, match=message):
-            read_turns(path)
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages[0].content", "cannot be rendered"),
+        ("{{ messages[0].content", "cannot be read"),
         ("no messages at all", "shows a message 0 times, expected once"),
         (TEMPLATE + "{{ messages[0].content }}", "shows a message 2 times, expected once"),
         (None, "has no chat template, expected one to write chats: give --data instead"),
