@@ -8,26 +8,22 @@ length + depth(r).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 from torch.nn import functional as F
 
+from starsd.edge.cached_target import CachedTarget
+from starsd.edge.target import Floats
 from starsd.shared import tree
 from starsd.shared.config import Engine
-from starsd.shared.console import Progress, no_progress
-from starsd.shared.errors import ContextOverflowError, EngineError, UsageError
+from starsd.shared.errors import UsageError
 from starsd.shared.llama import expected_tensors, read_shape
 from starsd.shared.manifest import FeatureSpec, ModelShape
 from starsd.shared.rope import read_rope
 from starsd.shared.weights import TensorEntry, check_tensors, read_config, tensor_index
-
-Floats = NDArray[np.float32]
 
 NOISE = 1e-4  # float32 sums in another order, on logits of some tens
 
@@ -57,15 +53,7 @@ def open_folder(
     return TorchTarget(raw, shape, features, _load(index), config)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """The newest pass, open until something else happens to the cache."""
-
-    parents: tuple[int, ...]
-    features: torch.Tensor
-
-
-class TorchTarget:
+class TorchTarget(CachedTarget):
     """One model's weights and one conversation's cache; see `edge/target.py` for the contract."""
 
     def __init__(
@@ -76,25 +64,12 @@ class TorchTarget:
         weights: dict[str, torch.Tensor],
         engine: Engine,
     ) -> None:
-        self._shape = shape
-        self._features = features
+        super().__init__(shape, features, engine.max_context or shape.context, engine.prefill_chunk)
         self._weights = weights
         self._eps = float(config.get("rms_norm_eps", 1e-6))
-        self._context = engine.max_context or shape.context
-        self._chunk = engine.prefill_chunk
         cos, sin = read_rope(config, shape.head_dim).tables(self._context)
         self._cos, self._sin = torch.from_numpy(cos), torch.from_numpy(sin)
-        self._length = 0
         self._cache = self._empty(min(engine.initial_context, self._context))
-        self._pass: _Pass | None = None
-
-    @property
-    def shape(self) -> ModelShape:
-        return self._shape
-
-    @property
-    def features(self) -> FeatureSpec:
-        return self._features
 
     @property
     def branch_noise(self) -> float:
@@ -104,83 +79,24 @@ class TorchTarget:
     def noise(self) -> float:
         return NOISE
 
-    @property
-    def length(self) -> int:
-        return self._length
-
-    @property
-    def context(self) -> int:
-        return self._context
-
-    def prefill(self, tokens: Sequence[int], progress: Progress = no_progress) -> Floats:
-        self._check_room(tokens)
-        self._pass = None
-        start, total, features = self._length, len(tokens), [torch.empty(0, self._features.width)]
-        for done in range(0, total, self._chunk):
-            chunk = tokens[done : done + self._chunk]
-            rows, _ = self._run(start + done, chunk, tree.chain(len(chunk)))
-            features.append(rows)
-            progress("reading the prompt", done + len(chunk), total)
-        self._length += total
-        return torch.cat(features).numpy()
-
-    def score(self, tokens: Sequence[int], parents: Sequence[int]) -> Floats:
-        if len(tokens) != len(parents):
-            raise EngineError(f"tree has {len(tokens)} tokens and {len(parents)} parents, expected as many")
-        try:
-            tree.check(parents)
-        except ValueError as error:
-            raise EngineError(str(error)) from error
-        self._check_room(tokens)
-        self._pass = None
-        features, last = self._run(self._length, tokens, parents)
-        self._pass = _Pass(tuple(parents), features)
-        return F.linear(last, self._weights.get("lm_head.weight", self._weights["model.embed_tokens.weight"])).numpy()
-
-    def commit(self, rows: Sequence[int]) -> Floats:
-        if self._pass is None:
-            raise EngineError("commit without a pass, expected score before it")
-        parents = self._pass.parents
-        for above, row in zip([-1, *rows], rows, strict=False):
-            if not 0 <= row < len(parents) or parents[row] != above:
-                raise EngineError(f"rows {list(rows)} are no path from the root of the newest pass")
-        if not rows:
-            raise EngineError("commit of no rows, expected the root at least")
-        end = self._length + len(rows)
-        self._cache[..., self._length : end, :] = self._cache[..., [self._length + row for row in rows], :]
-        self._length = end
-        features = self._pass.features[list(rows)]
-        self._pass = None
-        return features.numpy()
-
-    def truncate(self, length: int) -> None:
-        if not 0 <= length <= self._length:
-            raise EngineError(f"truncate to {length}, expected 0 to {self._length}")
-        self._length = length
-        self._pass = None
-
-    def _check_room(self, tokens: Sequence[int]) -> None:
-        end = self._length + len(tokens)
-        if end > self._context:
-            raise ContextOverflowError(f"{end} tokens do not fit, expected at most {self._context}")
-        if bad := [token for token in tokens if not 0 <= token < self._shape.vocab]:
-            raise UsageError(f"token id {bad[0]} is outside the vocabulary, expected 0 to {self._shape.vocab - 1}")
-
     def _empty(self, rows: int) -> torch.Tensor:
         shape = self._shape
         return torch.zeros(shape.layers, 2, shape.kv_heads, rows, shape.head_dim)
 
-    def _grow(self, rows: int) -> None:
+    def _make_room(self, length: int) -> None:
         capacity = self._cache.shape[3]
-        if rows > capacity:
+        if length > capacity:
             old = self._cache
-            self._cache = self._empty(min(max(2 * capacity, rows), self._context))
+            self._cache = self._empty(min(max(2 * capacity, length), self._context))
             self._cache[..., :capacity, :] = old
 
-    def _run(self, start: int, tokens: Sequence[int], parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass over rows start … of the cache: features (n, width) and the final norm's output (n, hidden)."""
+    def _keep(self, rows: Sequence[int]) -> None:
+        start = self._length
+        self._cache[..., start : start + len(rows), :] = self._cache[..., [start + row for row in rows], :]
+
+    def _run(self, tokens: Sequence[int], parents: Sequence[int] | None) -> tuple[Floats, Floats]:
+        start, parents = self._length, tree.chain(len(tokens)) if parents is None else parents
         count = len(tokens)
-        self._grow(start + count)
         positions = start + torch.from_numpy(tree.depths(parents))
         turn = self._cos[positions], self._sin[positions]
         mask = torch.ones(count, start + count, dtype=torch.bool)
@@ -194,7 +110,8 @@ class TorchTarget:
             entering.append(hidden)
         last = self._norm("norm", hidden)
         parts = [entering[tap] for tap in self._features.taps] + [last] * self._features.last_hidden
-        return torch.cat([hidden[:, :0], *parts], dim=1), last
+        head = self._weights.get("lm_head.weight", self._weights["model.embed_tokens.weight"])
+        return F.linear(last, head).numpy(), torch.cat([hidden[:, :0], *parts], dim=1).numpy()
 
     def _attention(
         self, layer: int, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor

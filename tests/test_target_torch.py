@@ -160,7 +160,7 @@ def test_the_registry_opens_it(folder: Path) -> None:
 @pytest.mark.parametrize("rows", [[1], [0, 2], [0, 1, 1], [0, 9], [0, -1], []])
 def test_commit_refuses_what_is_no_path(target: TorchTarget, rows: list[int]) -> None:
     target.score([1, 2, 3], [-1, 0, 1])
-    with pytest.raises(EngineError, match=r"no path|no rows"):
+    with pytest.raises(EngineError, match="are not a path from the root of the newest pass"):
         target.commit(rows)
     target.commit([0, 1])
     assert target.length == 2
@@ -173,7 +173,7 @@ def test_out_of_order_calls_are_refused(target: TorchTarget) -> None:
     target.prefill([1])
     with pytest.raises(EngineError, match="commit without a pass"):
         target.commit([0])
-    with pytest.raises(EngineError, match="truncate to 2, expected 0 to 1"):
+    with pytest.raises(EngineError, match="truncate to 2 rows, expected 0 to 1"):
         target.truncate(2)
     with pytest.raises(EngineError, match="2 tokens and 1 parents"):
         target.score([1, 2], [-1])
@@ -185,7 +185,7 @@ def test_overflow_and_bad_ids_leave_the_cache_whole(folder: Path) -> None:
     target = open_folder(folder, Engine(max_context=10))
     target.prefill(tokens(8))
     before = target.score([1, 2], [-1, 0])
-    with pytest.raises(ContextOverflowError, match="11 tokens do not fit, expected at most 10"):
+    with pytest.raises(ContextOverflowError, match="11 tokens do not fit, the context holds 10"):
         target.score([1, 2, 3], [-1, 0, 1])
     with pytest.raises(ContextOverflowError):
         target.prefill(tokens(3))
