@@ -25,6 +25,7 @@ CHAT_LIMITS = Limits(max_new_tokens=1024, overflow="truncate")
 
 Model = Annotated[str, typer.Option(help="smollm2-135m, hf:org/name, a model's folder or a bundle's.")]
 Precision = Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}; {DEFAULT_PRECISION} if not given.")]
+Prompts = Annotated[Path | None, typer.Option(help='Lines {"id", "turns"} (the first counts) or {"id", "prompt"}.')]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token, always.")]
 TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens with this share of probability.")]
@@ -50,9 +51,9 @@ def generate(
     *,
     model: Model = DEFAULT_MODEL,
     precision: Precision = None,
-    prompts: Annotated[Path | None, typer.Option(help='Lines {"id", "turns": […]} or {"id", "prompt"}.')] = None,
+    prompts: Prompts = None,
     prompt: Annotated[str | None, typer.Option(help="One prompt, given here.")] = None,
-    policy: Annotated[str, typer.Option(help="Where drafts come from; plain: nowhere.")] = "plain",
+    policy: Annotated[str, typer.Option(help="Where drafts come from. Only plain so far: nowhere.")] = "plain",
     max_new_tokens: MaxNewTokens = LIMITS.max_new_tokens,
     temperature: Temperature = CHOICE.temperature,
     top_p: TopP = CHOICE.top_p,
@@ -76,7 +77,8 @@ def generate(
     if policy not in POLICIES:
         raise UsageError(f"policy is {policy!r}, expected {' or '.join(POLICIES)}")
     if (prompts is None) == (prompt is None):
-        raise UsageError(f"got {'neither' if prompt is None else 'both'} --prompts and --prompt, expected one of them")
+        got = "neither --prompts nor --prompt" if prompt is None else "both --prompts and --prompt"
+        raise UsageError(f"got {got}, expected one of them")
     asked = read_prompts(prompts) if prompts is not None else [Prompt("prompt", (prompt or "",))]
     sampling = Sampling(
         temperature=temperature,
@@ -144,7 +146,9 @@ def _edge_extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "a library", "edge") from error
+        if not error.name or error.name.startswith("starsd"):
+            raise  # ours, a defect
+        raise MissingExtraError(error.name, "edge") from error
 
 
 def _logit_bias(text: str) -> dict[int, float]:
@@ -155,7 +159,7 @@ def _logit_bias(text: str) -> dict[int, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return console.run(app, argv, "starsd-edge")
+    return console.run(app, argv, "starsd-edge", "edge")
 
 
 if __name__ == "__main__":

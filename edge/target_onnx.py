@@ -60,15 +60,18 @@ class OnnxTarget(CachedTarget):
 
     def __init__(self, folder: Path, manifest: Manifest, config: Engine) -> None:
         self.manifest = manifest
-        context = min(config.max_context or manifest.shape.context, manifest.shape.context)
-        if config.prefill_chunk < 1 or context < 2 * _PROBE_WIDE:
-            raise UsageError(
-                f"prefill chunk is {config.prefill_chunk} and context {context}, "
-                f"expected at least 1 and {2 * _PROBE_WIDE} tokens"
-            )
+        most, least = manifest.shape.context, 2 * _PROBE_WIDE
+        context = config.max_context or most
+        if not least <= context <= most:
+            raise UsageError(f"context is {context} tokens, expected {least} to {most}, or 0 for all")
+        if config.prefill_chunk < 1:
+            raise UsageError(f"prefill chunk is {config.prefill_chunk} tokens, expected at least 1")
+        cores = physical_cores()
+        if not 0 <= config.threads <= 2 * cores:
+            raise UsageError(f"threads are {config.threads}, expected 0 to {2 * cores} with {cores} usable cores")
         super().__init__(manifest.shape, manifest.features, context, config.prefill_chunk)
         options = ort.SessionOptions()
-        options.intra_op_num_threads = config.threads or physical_cores()
+        options.intra_op_num_threads = config.threads or cores
         options.log_severity_level = 3
         # attention weights fall below 1e-38, where arithmetic is many times slower; they add nothing to a sum
         options.add_session_config_entry("session.set_denormal_as_zero", "1")

@@ -70,8 +70,10 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
     _check_choice("precision", options.precision, PRECISIONS)
     _check_choice("flavour", options.flavour, FLAVOURS)
     started = time.monotonic()
+    if out is not None:
+        _check_replaceable(out)
     source = pull(ref, progress)
-    checkpoint = _open(source, options.precision)
+    checkpoint = Checkpoint(source)
     features = _features(checkpoint, options)
     context = _context(checkpoint, options)
     final = out or parse_ref(ref).bundle(options.flavour, options.precision)
@@ -81,8 +83,7 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
     compared = options.check and options.precision != "fp32"
     beside = int(checkpoint.weights * _BYTES_PER_WEIGHT["fp32"]) if compared else 0
     with staged(final, bytes_needed=needed + beside) as folder:
-        _write_graph(folder, checkpoint, options.precision, features, context, progress)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << (20 if sys.platform == "darwin" else 10))
+        _write_graph(folder, source, options.precision, features, context, progress)
         _write_text_files(source, folder)
         eos = end_tokens(source)
         quality = _quality(folder, source, checkpoint, context, eos, progress) if compared else None
@@ -106,18 +107,33 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
         precision=options.precision,
         bytes=sum(file.bytes for file in made.files.values()),
         seconds=round(time.monotonic() - started, 1),
-        peak_memory_mb=round(peak, 1),
+        peak_memory_mb=round(peak_memory() / 1e6, 1),
         quality=quality,
     )
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Only a bundle may be replaced: what else lies there is somebody's."""
+    if folder.is_dir():
+        if any(folder.iterdir()) and not (folder / manifest.FILE_NAME).is_file():
+            raise UsageError(f"{folder} is neither empty nor a bundle, expected a folder that may be replaced")
+    elif folder.exists() or folder.is_symlink():
+        raise UsageError(f"{folder} is no folder, expected one that may be made or replaced")
+
+
+def peak_memory() -> int:
+    """Bytes that this process has had in memory at most. Mapped weights count while they are read."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # ru_maxrss would count what the parent had when it forked
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _check_choice(what: str, got: str, choices: tuple[str, ...]) -> None:
     if got not in choices:
         raise UsageError(f"{what} is {got!r}, expected one of {', '.join(choices)}")
-
-
-def _open(source: Path, precision: str) -> Checkpoint:
-    return RotatedCheckpoint(source) if precision == "int8" else Checkpoint(source)
 
 
 def _recipe(checkpoint: Checkpoint, precision: str) -> Recipe:
@@ -133,8 +149,10 @@ def _recipe(checkpoint: Checkpoint, precision: str) -> Recipe:
 
 
 def _write_graph(
-    folder: Path, checkpoint: Checkpoint, precision: str, features: FeatureSpec, context: int, progress: Progress
+    folder: Path, source: Path, precision: str, features: FeatureSpec, context: int, progress: Progress
 ) -> None:
+    """Weights stay mapped only while this runs."""
+    checkpoint = RotatedCheckpoint(source) if precision == "int8" else Checkpoint(source)
     with GraphWriter(folder) as graph:
         build(graph, checkpoint, _recipe(checkpoint, precision), features, context, progress)
         graph.save(checkpoint.folder.name)
@@ -187,9 +205,9 @@ def _quality(
     prompts = [tokenizer.encode(text, add_special_tokens=renderer is None).ids[: context // 2] for text in asked]
     capacity = min(max(map(len, prompts)) + check.ANSWER_TOKENS, context)
     with TemporaryDirectory(dir=folder) as place:
-        plain = Checkpoint(source)
-        _write_graph(Path(place), plain, "fp32", FeatureSpec((), False, plain.shape.hidden), context, no_progress)
-        reference = check.Runner(Path(place), checkpoint.shape, capacity)
-        texts = check.write_answers(reference, prompts, eos, progress)
-        runner = check.Runner(folder, checkpoint.shape, capacity)
-        return check.compare(reference, runner, prompts, texts)
+        shape = checkpoint.shape
+        _write_graph(Path(place), source, "fp32", FeatureSpec((), False, shape.hidden), context, no_progress)
+        reference = check.Runner(Path(place), shape, capacity, mapped=True)
+        answers = check.write_answers(reference, prompts, eos, progress)
+        del reference
+        return check.compare(answers, check.Runner(folder, shape, capacity))

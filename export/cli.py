@@ -133,7 +133,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(app, argv, "starsd-export")
+    return run(app, argv, "starsd-export", "export")
 
 
 if __name__ == "__main__":

@@ -110,9 +110,14 @@ class _Builder:
             grouped = graph.node("Mul", centred, column, to="embedded_groups")
             stream = self.typed(graph.node("Reshape", grouped, graph.ints(0, -1), to="embedded"), np.float32)
         else:
-            stored = self.checkpoint.stored(EMBEDDING)
-            table = graph.constant(EMBEDDING + "_table", stored)
-            stream = self.typed(graph.node("Gather", table, "input_ids", to="embedded"), stored.dtype)
+            table = self.checkpoint.stored(EMBEDDING)
+            if self.recipe.dtype is np.float16:
+                table = table.astype(np.float16)  # the very values that a cast behind the gather would give
+            shared = (
+                table.dtype == self.recipe.dtype and not self.rotated
+            )  # a tied dense head multiplies by these bytes
+            name = graph.constant(EMBEDDING if shared else EMBEDDING + "_stored", table)
+            stream = self.typed(graph.node("Gather", name, "input_ids", to="embedded"), table.dtype)
         if self.rotated:
             stream = graph.node("MatMul", stream, graph.constant("basis", self.rotated.basis), to="embedded_turned")
         return stream

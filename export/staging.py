@@ -91,6 +91,8 @@ def size_text(count: int) -> str:
 def sweep(parent: Path) -> None:
     """Remove the staged folders below `parent` whose makers are gone. Call with the lock of `parent` held."""
     for folder in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
+        if not folder.is_dir():
+            continue  # not of our making
         lock = _lock(folder, wait=False)
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -38,7 +38,7 @@ def engine(
         if as_json:
             emit(row)
         else:
-            print("   ".join(f"{name} {'not installed' if value is None else value}" for name, value in row.items()))
+            print("   ".join(f"{name} {value}" for name, value in row.items() if value is not None))
 
 
 @bench_app.command()

@@ -79,7 +79,7 @@ def remove_models(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(app, argv, "starsd")
+    return run(app, argv, "starsd", "export")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ class Report(msgspec.Struct, kw_only=True):
     default_precision: str
     default_precision_why: str
     bundles: list[Bundle]
-    noise: float | None = None  # logits; of the model asked for, measured here and now
+    noise: float | None = None  # logits, of a trunk row; of the model asked for, measured here and now
+    branch_noise: float | None = None  # the same behind the trunk
     problems: list[Problem]
 
 
@@ -117,7 +118,7 @@ def examine(model: str | None = None) -> Report:
     )
     problems += _machine_problems(report, existing)
     if model is not None:
-        report.noise = _try_model(model, problems)
+        report.noise, report.branch_noise = _try_model(model, problems)
     return report
 
 
@@ -199,7 +200,7 @@ def _machine_problems(report: Report, existing: Path) -> Iterator[Problem]:
         yield Problem("this CPU has no integer dot products: int8 and int4 are slow", "try --precision fp32", False)
 
 
-def _try_model(model: str, problems: list[Problem]) -> float | None:
+def _try_model(model: str, problems: list[Problem]) -> tuple[float | None, float | None]:
     """Check every byte of the model's bundle and open it; the noise its engine measures then."""
     folder = Path(model).expanduser()
     try:
@@ -211,14 +212,15 @@ def _try_model(model: str, problems: list[Problem]) -> float | None:
                     problems.append(Problem(f"{model} is not on this machine", f"starsd pull {model}", False))
                 export = f"starsd-export onnx {model} --precision {DEFAULT_PRECISION}"
                 problems.append(Problem(f"{model} has no bundle in {DEFAULT_PRECISION}", export, False))
-                return None
+                return None, None
         manifest.read(folder, verify=True)
-        return open_target("onnx", folder, Engine()).noise
+        target = open_target("onnx", folder, Engine())
+        return target.noise, target.branch_noise
     except MissingExtraError:
-        return None  # said already
+        return None, None  # said already
     except StarsdError as error:
         problems.append(Problem(str(error), "give another model, or export this one again", True))
-        return None
+        return None, None
 
 
 def _show(report: Report) -> None:
@@ -242,7 +244,7 @@ def _show(report: Report) -> None:
             told.append(f"top-1 {100 * bundle.quality.top1:.1f} % and KL {bundle.quality.kl:.4f} against fp32")
         line("bundle", f"{bundle.name}, {', '.join(told)}")
     if report.noise is not None:
-        line("model", f"runs; row counts change its logits by {report.noise:.2g} at most")
+        line("model", f"runs; noise {report.noise:.2g} logits on the trunk, {report.branch_noise:.2g} on branches")
     for problem in report.problems:
         line("BROKEN" if problem.broken else "note", f"{problem.problem}: {problem.remedy}")
     if not report.problems:

@@ -80,7 +80,7 @@ def _show(number: int, tree: Draft, as_json: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return console.run(app, argv, "starsd-server")
+    return console.run(app, argv, "starsd-server", "server")
 
 
 if __name__ == "__main__":

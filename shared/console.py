@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from starsd.shared.errors import StarsdError
+from starsd.shared.errors import MissingExtraError, StarsdError
 
 REDRAW_SECONDS = 0.1
+_STORAGE = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT)
 
 
 class Progress(Protocol):
@@ -53,25 +54,35 @@ def emit(row: Any) -> None:
     sys.stdout.flush()
 
 
-def run(app: Callable[..., Any], argv: Sequence[str] | None, prog: str) -> int:
-    """Run a typer app as a command: our own errors become one line on stderr and exit status 1."""
+def run(app: Callable[..., Any], argv: Sequence[str] | None, prog: str, extra: str) -> int:
+    """Run a typer app as a command: our own errors become one line on stderr and exit status 1.
+
+    So does a library that is not installed; `extra` is what brings this command's.
+    """
     try:
         app(args=None if argv is None else list(argv), prog_name=prog)
+        status: Any = 0
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except StarsdError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+        status = stop.code
     except BrokenPipeError:
         sys.stderr.close()
-        return 0
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
-            raise
-        where = error.filename or "while writing"
-        print(f"{prog}: {(error.strerror or str(error)).lower()}: {where}", file=sys.stderr)
-        return 1
+        status = 0
     except KeyboardInterrupt:
         print(f"\n{prog}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        status = 130
+    except (StarsdError, ModuleNotFoundError, OSError) as error:
+        print(f"{prog}: {_one_line(error, extra)}", file=sys.stderr)
+        status = 1
+    return status if isinstance(status, int) else int(status is not None)
+
+
+def _one_line(error: Exception, extra: str) -> str:
+    """What a user is told of an error; those that are no user's business are raised again."""
+    match error:
+        case StarsdError():
+            return str(error)
+        case ModuleNotFoundError() if error.name and not error.name.startswith("starsd"):
+            return str(MissingExtraError(error.name, extra))
+        case OSError() if error.errno in _STORAGE:
+            return f"{(error.strerror or str(error)).lower()}: {error.filename or 'while writing'}"
+    raise error

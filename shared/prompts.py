@@ -41,9 +41,11 @@ def _parse(line: bytes, where: str) -> Prompt:
         row = msgspec.json.decode(line, type=_Line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = str(error)
-        raise UsageError(f"{where}: {reason[:1].lower()}{reason[1:]}, {EXPECTED}") from error
+        lowered = reason if reason.startswith("JSON") else reason[:1].lower() + reason[1:]
+        raise UsageError(f"{where}: {lowered}, {EXPECTED}") from error
     if (row.turns is None) == (row.prompt is None):
-        raise UsageError(f"{where}: got {'neither' if row.turns is None else 'both'} turns and prompt, {EXPECTED}")
+        got = "neither turns nor prompt" if row.turns is None else "both turns and prompt"
+        raise UsageError(f"{where}: got {got}, {EXPECTED}")
     turns = (row.prompt,) if row.prompt is not None else row.turns or ()
     if not turns or not turns[0].strip():
         raise UsageError(f"{where}: got {'no turns' if not turns else 'an empty text'}, {EXPECTED}")

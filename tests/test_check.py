@@ -13,7 +13,7 @@ from torch_helpers import tokens
 
 from starsd.edge.target_onnx import open_bundle
 from starsd.export import check
-from starsd.export.check import Runner, compare, write_answers
+from starsd.export.check import Answer, Runner, compare, write_answers
 from starsd.shared.manifest import read
 
 
@@ -41,37 +41,46 @@ def counting(text: Sequence[int]) -> list[float]:
 def test_answers_are_greedy_and_end() -> None:
     runner: Any = Scripted(counting)
     seen: list[tuple[str, int, int]] = []
-    texts = write_answers(runner, [[0, 1], [6]], [5], lambda *event: seen.append(event))
-    assert texts == [[0, 1, 2, 3, 4, 5], [6, 7, 0, 1, 2, 3, 4, 5]]
+    answers = write_answers(runner, [[0, 1], [6]], [5], lambda *event: seen.append(event))
+    assert [answer.tokens for answer in answers] == [[0, 1, 2, 3, 4, 5], [6, 7, 0, 1, 2, 3, 4, 5]]
+    assert [answer.start for answer in answers] == [2, 1]
+    for answer in answers:
+        assert answer.tokens[answer.start :] == answer.log_probs.argmax(-1).tolist()
+        assert np.exp(answer.log_probs.astype(float)).sum(-1) == pytest.approx(1, abs=1e-2)
     assert runner.passes[:3] == [(0, 2), (2, 1), (3, 1)]
-    assert seen == [("fp32 answers", 1, 2), ("fp32 answers", 2, 2)]
+    done = [count for _, count, total in seen if total == 2 * check.ANSWER_TOKENS]
+    assert done == sorted(done)
+    assert len(done) == len(seen)
+    assert done[-1] == 2 * check.ANSWER_TOKENS
 
 
 def test_answers_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     runner: Any = Scripted(counting)
-    assert len(write_answers(runner, [[0, 1]], [])[0]) == 2 + check.ANSWER_TOKENS
+    assert len(write_answers(runner, [[0, 1]], [])[0].tokens) == 2 + check.ANSWER_TOKENS
     runner.capacity = 7
-    assert write_answers(runner, [[0, 1]], []) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert write_answers(runner, [[0, 1]], [])[0].tokens == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_divergence_and_agreement_by_hand() -> None:
-    """Only the answers' tokens count: 2 of 4 texts' rows, where the second model is sure of another token once."""
-    reference: Any = Scripted(lambda text: np.log([0.5, 0.25, 0.25]))
+    """Only the answers' tokens count: three, where the second model is sure of another token once."""
+    chosen_by = np.log(np.array([[0.5, 0.25, 0.25]])).astype(np.float16)
+    answers = [Answer([0, 1, 0, 0], 2, chosen_by.repeat(2, 0)), Answer([2, 2, 0], 2, chosen_by)]
     other: Any = Scripted(lambda text: np.log([0.25, 0.5, 0.25] if len(text) == 3 else [0.5, 0.25, 0.25]) + 7)
-    quality = compare(reference, other, [[0, 1], [2, 2]], [[0, 1, 2, 0], [2, 2, 1]])
+    quality = compare(answers, other)
     divergence = 0.5 * np.log(2) - 0.25 * np.log(2)
     assert quality.tokens == 3
     assert quality.top1 == pytest.approx(2 / 3, abs=1e-4)
-    assert quality.kl == pytest.approx(divergence / 3, abs=1e-6)
+    assert quality.kl == pytest.approx(divergence / 3, abs=1e-3)
 
 
 def test_a_model_agrees_with_itself(tmp_path: Path) -> None:
     bundle = export(write_folder(tmp_path / "m"), tmp_path / "b", "int8")
-    runners = [Runner(bundle, read(bundle).shape, 64) for _ in range(2)]
-    texts = write_answers(runners[0], [tokens(20, VOCAB)], [])
-    assert len(texts[0]) == 64
-    quality = compare(runners[0], runners[1], [texts[0][:20]], texts)
-    assert (quality.kl, quality.top1, quality.tokens) == (0, 1, 44)
+    runner = Runner(bundle, read(bundle).shape, 64)
+    answers = write_answers(runner, [tokens(20, VOCAB)], [])
+    assert len(answers[0].tokens) == 64
+    quality = compare(answers, runner)
+    assert (quality.top1, quality.tokens) == (1, 44)
+    assert quality.kl == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -138,7 +138,7 @@ def test_the_order_of_prompts_changes_nothing(
     ("argv", "message"),
     [
         (["--prompt", "x", "--policy", "never-wait"], "policy is 'never-wait', expected plain"),
-        ([], "got neither --prompts and --prompt, expected one of them"),
+        ([], "got neither --prompts nor --prompt, expected one of them"),
         (["--prompt", "x", "--prompts", "y"], "got both --prompts and --prompt, expected one of them"),
         (["--prompts", "missing.jsonl"], "missing.jsonl cannot be read: no such file or directory"),
         (["--prompt", "x", "--logit-bias", "[1]"], "logit bias '[1]' cannot be read, expected JSON such as"),

@@ -316,3 +316,17 @@ def test_weights_are_streamed(large: Path, precision: str, tmp_path: Path) -> No
 def test_reports_are_json(source: Path, tmp_path: Path) -> None:
     report = export_onnx(str(source), Options(precision="fp32"), tmp_path / "b")
     assert msgspec.json.decode(msgspec.json.encode(report))["precision"] == "fp32"
+
+
+def test_only_bundles_and_empty_folders_are_replaced(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "m")
+    mine = tmp_path / "mine"
+    (mine / "sub").mkdir(parents=True)
+    (mine / "notes.txt").write_text("precious")
+    with pytest.raises(UsageError, match="mine is neither empty nor a bundle, expected a folder that may be replaced"):
+        export_onnx(str(source), Options(precision="fp32"), mine)
+    assert (mine / "notes.txt").read_text() == "precious"
+    with pytest.raises(UsageError, match=r"notes.txt is no folder, expected one that may be made or replaced"):
+        export_onnx(str(source), Options(precision="fp32"), mine / "notes.txt")
+    for _ in range(2):  # into a new folder, and over the bundle that is there then
+        export_onnx(str(source), Options(precision="fp32"), tmp_path / "b")

@@ -39,7 +39,7 @@ def test_both_forms_and_other_fields_are_read(tmp_path: Path) -> None:
         ('{"id": 1.5, "turns": ["x"]}', r"expected `int \| str`, got `float` - at `\$.id`"),
         ('{"id": "a", "turns": "x"}', r"expected `array \| null`, got `str` - at `\$.turns`"),
         ('{"id": "a", "turns": ["x", 1]}', r"expected `str`, got `int` - at `\$.turns\[1\]`"),
-        ('{"id": "a"}', "got neither turns and prompt"),
+        ('{"id": "a"}', "got neither turns nor prompt"),
         ('{"id": "a", "turns": ["x"], "prompt": "x"}', "got both turns and prompt"),
         ('{"id": "a", "turns": []}', "got no turns"),
         ('{"id": "a", "prompt": " "}', "got an empty text"),

@@ -354,10 +354,14 @@ def test_settings(bundles: dict[str, Path]) -> None:
     fp32 = bundles["fp32"]
     assert open_bundle(fp32, Engine(threads=1)).context == 512
     assert open_bundle(fp32, Engine(threads=1, max_context=100)).context == 100
-    assert open_bundle(fp32, Engine(threads=1, max_context=9999)).context == 512
-    for wrong in (Engine(prefill_chunk=0), Engine(max_context=15), Engine(max_context=-4)):
-        with pytest.raises(UsageError, match=r"expected at least 1 and 16 tokens$"):
-            open_bundle(fp32, wrong)
+    for wrong in (15, -4, 513):
+        with pytest.raises(UsageError, match=rf"^context is {wrong} tokens, expected 16 to 512, or 0 for all$"):
+            open_bundle(fp32, Engine(max_context=wrong))
+    with pytest.raises(UsageError, match=r"^prefill chunk is 0 tokens, expected at least 1$"):
+        open_bundle(fp32, Engine(prefill_chunk=0))
+    for threads in (-1, 2 * physical_cores() + 1):
+        with pytest.raises(UsageError, match=rf"^threads are {threads}, expected 0 to {2 * physical_cores()} with"):
+            open_bundle(fp32, Engine(threads=threads))
     opened = open_target("onnx", fp32, ENGINE)
     assert (opened.shape.vocab, opened.features.width, opened.length) == (VOCAB, 96, 0)
     assert physical_cores() >= 1
