@@ -14,6 +14,7 @@ from starsd.shared.home import parse_ref
 
 FLAVOUR = "ort"
 STDERR = 2
+GRAPH = "model.onnx"
 EXPORT_MODULES = ("onnx", "safetensors", "gguf")  # what the export extra brings
 
 
@@ -32,12 +33,22 @@ def ensure_bundle(model: str, precision: str | None = None) -> Path:
         if precision not in (None, found):
             raise BundleError(f"{given} is a bundle in {found}, expected {precision}")
         return given
+    if given.is_dir():
+        _must_be_a_model(given)
     wanted = precision or DEFAULT_PRECISION
     folder = parse_ref(model).bundle(FLAVOUR, wanted)
     if not (folder / manifest.FILE_NAME).is_file():
         _export(model, wanted)
     manifest.read(folder)
     return folder
+
+
+def _must_be_a_model(folder: Path) -> None:
+    """Tell a folder that cannot be exported from one that can, before a child process fails at it."""
+    if (folder / GRAPH).is_file():
+        raise BundleError(f"{folder} has {GRAPH} and no {manifest.FILE_NAME}, expected the whole folder of a bundle")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} has neither {manifest.FILE_NAME} nor config.json, expected a bundle or a model")
 
 
 def _export(model: str, precision: str) -> None:

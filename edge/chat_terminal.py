@@ -54,6 +54,7 @@ class ChatTerminal:
             except KeyboardInterrupt:
                 self._note("\n/quit or Ctrl-D leaves")
             except EOFError:
+                self._note("")  # the shell's prompt gets a line of its own
                 return
 
     def _begin(self, system: str | None) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from starsd.edge.bundle import GRAPH
 from starsd.edge.cached_target import CachedTarget
 from starsd.edge.target import Floats
 from starsd.shared import tree
@@ -28,7 +29,6 @@ from starsd.shared.config import Engine
 from starsd.shared.errors import BundleError, UsageError
 from starsd.shared.manifest import Manifest, read
 
-GRAPH = "model.onnx"
 _HIDDEN = np.float32(-1e9)  # added to an attention score that must not count
 _DUMMIES = 2  # rows kept free behind a pass for them
 _PROBE_ROWS = (1, 2, 3, 5)  # row counts compared with _PROBE_WIDE rows of the same tree

@@ -142,3 +142,11 @@ def test_unknown_names_are_refused(starsd_home: Path) -> None:
         ensure_bundle("smollm2-135m", "int3")
     with pytest.raises(UsageError, match="model 'nothing' is unknown"):
         ensure_bundle("nothing")
+
+
+def test_folders_that_are_neither_bundle_nor_model(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has neither manifest.json nor config.json, expected a bundle or a model$"):
+        ensure_bundle(str(tmp_path))
+    (tmp_path / "model.onnx").write_bytes(b"")
+    with pytest.raises(BundleError, match=r"has model.onnx and no manifest.json, expected the whole folder"):
+        ensure_bundle(str(tmp_path))
