@@ -13,7 +13,8 @@ int8 activations amplify the last bit.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,20 +74,41 @@ class OnnxTarget(CachedTarget):
         options = ort.SessionOptions()
         options.intra_op_num_threads = config.threads or cores
         options.log_severity_level = 3
-        # attention weights fall below 1e-38, where arithmetic is many times slower; they add nothing to a sum
+        # attention weights fall below 1e-38, where arithmetic is many times slower; they add nothing to a sum. The
+        # runtime sets this for the thread that calls it, and for good: so it gets a thread of its own
         options.add_session_config_entry("session.set_denormal_as_zero", "1")
+        self._thread = ThreadPoolExecutor(1, "target")
         try:
-            self._session = ort.InferenceSession(str(folder / GRAPH), options, providers=["CPUExecutionProvider"])
+            self._session = self._apart(
+                ort.InferenceSession, str(folder / GRAPH), options, providers=["CPUExecutionProvider"]
+            )
         except Exception as error:  # onnxruntime's exceptions share no base but this one
             raise BundleError(f"{folder / GRAPH} does not load in onnxruntime {ort.__version__}: {error}") from error
         self._binding = self._session.io_binding()
-        types = {tensor.name: tensor.type for tensor in self._session.get_inputs()}
-        self._cache_type = _TYPES[types["past_k_0"]]
+        self._cache_type = self._check_graph(folder)
         self._cache: NDArray[Any] = np.empty(0)
         self._room = 0
         self._make_room(min(config.initial_context, context))
         self._padding, self._noise = self._choose_padding()
         self._branch_noise = max(self._noise, self._probe_path(_COMB))
+
+    def _check_graph(self, folder: Path) -> Any:
+        """The type of K/V. Raises BundleError unless the graph has the inputs and outputs of the manifest's shape."""
+        shape, features = self._shape, self._features
+        inputs = {tensor.name: tensor for tensor in self._session.get_inputs()}
+        outputs = {tensor.name: tensor for tensor in self._session.get_outputs()}
+        got = {
+            "layers": sum(name.startswith("past_k_") for name in inputs),
+            "K/V heads": inputs["past_k_0"].shape[1] if "past_k_0" in inputs else None,
+            "head_dim": inputs["past_k_0"].shape[3] if "past_k_0" in inputs else None,
+            "vocab": outputs["logits"].shape[1] if "logits" in outputs else None,
+            "feature width": outputs["features"].shape[1] if "features" in outputs else 0,
+        }
+        expected = (shape.layers, shape.kv_heads, shape.head_dim, shape.vocab, features.width)
+        for (what, found), value in zip(got.items(), expected, strict=True):
+            if found != value:
+                raise BundleError(f"{folder / GRAPH} has {what} {found}, its manifest says {value}")
+        return _TYPES[inputs["past_k_0"].type]
 
     @property
     def noise(self) -> float:
@@ -194,8 +216,16 @@ class OnnxTarget(CachedTarget):
             self._binding.bind_cpu_input(name, value)
         logits = self._bind_result("logits", len(feeds["logit_rows"]), self.shape.vocab)
         features = self._bind_result("features", padded, self.features.width)
-        self._session.run_with_iobinding(self._binding)
+        self._apart(self._session.run_with_iobinding, self._binding)
         return logits[:count], features[:count]
+
+    def _apart(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """`call` in the runtime's thread. It is over when this returns, be it by an interrupt."""
+        running = self._thread.submit(call, *args, **options)
+        try:
+            return running.result()
+        finally:
+            wait([running])
 
     def _bind_result(self, name: str, rows: int, width: int) -> Floats:
         result = np.empty((rows, width), np.float32)

@@ -34,6 +34,8 @@ class ChatTemplate:
             self._template = _ENVIRONMENT.from_string(source)
         except TemplateSyntaxError as error:
             raise ModelError(f"chat template has a syntax error in line {error.lineno}: {error.message}") from error
+        except (ValueError, OverflowError, MemoryError, RecursionError) as error:
+            raise ModelError(f"chat template cannot be compiled: {type(error).__name__} {error}") from error
 
     def render(
         self,
@@ -57,6 +59,8 @@ class ChatTemplate:
             raise UsageError(f"chat template refuses these messages: {error.message}") from error
         except SecurityError as error:
             raise ModelError(f"chat template tried what a template must not: {error.message}") from error
+        except (MemoryError, RecursionError) as error:
+            raise ModelError(f"chat template asks for more than there is: {type(error).__name__}") from error
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UsageError(f"chat template cannot render these messages: {error}") from error
 

@@ -67,7 +67,10 @@ class Text:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain text, by default with what the tokenizer itself puts around it (often the bos token)."""
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:  # a lone surrogate: bytes that came in undecoded
+            raise UsageError("text holds bytes that are not UTF-8, expected valid Unicode") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""

@@ -34,7 +34,7 @@ from starsd.shared.home import parse_ref
 from starsd.shared.manifest import FeatureSpec, Manifest, Quality
 
 _COPIED = ("config.json", "generation_config.json", "tokenizer_config.json")
-_BYTES_PER_WEIGHT = {"fp32": 4.0, "fp16": 2.0, "int8": 1.1, "int4": 0.8}  # rough, for the space that is asked for
+_BYTES_PER_WEIGHT = {"fp32": 4.3, "fp16": 2.3, "int8": 1.35, "int4": 0.9}  # rough, for the space that is asked for
 MIN_CONTEXT = 16  # an engine measures its noise with a pass of 8 rows behind 8
 MIN_TAPPED_LAYERS = 7  # with fewer, EAGLE-3's three taps coincide
 

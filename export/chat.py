@@ -54,6 +54,10 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     """Ids that end an answer: generation_config.json's, else config.json's."""
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name).get("eos_token_id")
-        if value is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(id) is int and id >= 0 for id in ids):
+            raise ModelError(f"{folder / name} has eos_token_id {value!r}, expected token ids")
+        return tuple(ids)
     return ()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from starsd.export.graph import MODEL_FILE
 from starsd.shared.console import Progress, no_progress
+from starsd.shared.errors import ModelError
 from starsd.shared.manifest import ModelShape, Quality
 
 PROMPTS = (
@@ -110,6 +111,8 @@ def write_answers(
         unread = tokens[:]
         while len(chosen_by) < room and not (chosen_by and tokens[-1] in eos):
             logits = runner.run(unread, len(tokens) - len(unread))["logits"][-1]
+            if not np.isfinite(logits).all():
+                raise ModelError("the model computes logits that are not finite in fp32, expected numbers")
             chosen_by.append(_log_softmax(logits).astype(np.float16))
             unread = [int(logits.argmax())]
             tokens += unread
@@ -124,6 +127,8 @@ def compare(answers: Sequence[Answer], runner: Runner) -> Quality:
     divergence = equal = count = 0.0
     for answer in answers:
         logits = runner.run(answer.tokens[:-1], 0)["logits"][answer.start - 1 :]
+        if not np.isfinite(logits).all():
+            raise ModelError("the exported graph computes logits that are not finite, expected numbers")
         for token, theirs, row in zip(answer.tokens[answer.start :], answer.log_probs, logits, strict=True):
             expected = theirs.astype(np.float64)
             divergence += float((np.exp(expected) * (expected - _log_softmax(row))).sum())

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from starsd.export.gguf import Blocks, read_blocks
-from starsd.shared.errors import UnsupportedModelError
+from starsd.shared.errors import ModelError, UnsupportedModelError
 from starsd.shared.llama import expected_tensors, read_shape
 from starsd.shared.rope import Rope, read_rope
 from starsd.shared.weights import check_tensors, read_config, tensor_index
@@ -31,7 +31,10 @@ class Checkpoint:
         self.config = read_config(folder)
         self.shape = read_shape(self.config)
         self.rope: Rope = read_rope(self.config, self.shape.head_dim)
-        self.norm_epsilon = float(self.config.get("rms_norm_eps", 1e-6))
+        epsilon = self.config.get("rms_norm_eps", 1e-6)
+        if not isinstance(epsilon, float | int) or not 0 <= epsilon < 1:
+            raise ModelError(f"config has rms_norm_eps {epsilon!r}, expected a small number")
+        self.norm_epsilon = float(epsilon)
         index = tensor_index(folder)
         self._index = {name: entry for name, entry in index.items() if not name.endswith(_UNUSED)}
         expected = expected_tensors(self.config, self.shape)

@@ -158,4 +158,6 @@ class _Reader:
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise ModelError(f"{self.path}: tensor {name} has {dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}")
         shape = tuple(self.number("<Q") for _ in range(dimensions))[::-1]
+        if min(shape) < 1:
+            raise ModelError(f"{self.path}: tensor {name} has shape {list(shape)}, expected sizes of 1 and more")
         return name, self.number("<I"), shape, self.number("<Q")

@@ -47,10 +47,10 @@ def stored() -> list[StoredModel]:
 
 def find(name: str) -> int:
     """Bytes that `remove` would free. Raises UsageError for a name that `stored` does not give."""
-    model, _, bundle = _slug(name).partition("/")
+    model, separator, bundle = _slug(name).partition("/")
     rows = {row.name: row for row in stored()}
     if model in rows:
-        if not bundle:
+        if not separator:
             return rows[model].bytes
         for own in rows[model].bundles:
             if own.name == bundle:

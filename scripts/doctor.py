@@ -218,7 +218,7 @@ def _try_model(model: str, problems: list[Problem]) -> tuple[float | None, float
         return target.noise, target.branch_noise
     except MissingExtraError:
         return None, None  # said already
-    except StarsdError as error:
+    except Exception as error:  # a doctor survives the patient
         problems.append(Problem(str(error), "give another model, or export this one again", True))
         return None, None
 

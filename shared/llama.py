@@ -8,6 +8,7 @@ from starsd.shared.errors import ModelError, UnsupportedModelError
 from starsd.shared.manifest import ModelShape
 
 MODEL_TYPES = ("llama",)
+MAX_SIZE, MAX_LAYERS = 1 << 24, 1000  # beyond them a config is a mistake or worse, and would fill the memory
 
 
 def read_shape(config: dict[str, Any]) -> ModelShape:
@@ -21,7 +22,7 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
         raise UnsupportedModelError(f"activation {config['hidden_act']!r} is not supported, expected silu")
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return ModelShape(
+        shape = ModelShape(
             layers=int(config["num_hidden_layers"]),
             hidden=hidden,
             heads=heads,
@@ -32,14 +33,22 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
         )
     except KeyError as error:
         raise ModelError(f"config lacks {error.args[0]}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"config has a size that is no number: {error}") from error
+    for name in shape.__struct_fields__:
+        if not 0 < (size := getattr(shape, name)) <= MAX_SIZE:
+            raise ModelError(f"config has a size out of range: {name} is {size}, expected 1 to {MAX_SIZE}")
+    if shape.layers > MAX_LAYERS:
+        raise ModelError(f"config has {shape.layers} layers, expected 1 to {MAX_LAYERS}")
+    return shape
 
 
 def expected_tensors(config: dict[str, Any], shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every tensor such a model has on disk, with its shape; a tied LM head is not there."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    inner = int(config.get("intermediate_size") or 0)
+    inner = config.get("intermediate_size")
+    if not isinstance(inner, int) or not 0 < inner <= MAX_SIZE:
+        raise ModelError(f"config has intermediate_size {inner!r}, expected 1 to {MAX_SIZE}")
     attention = {
         "q_proj": (queries, shape.hidden),
         "k_proj": (keys, shape.hidden),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import msgspec
 
+from starsd.shared.config import FLAVOURS, PRECISIONS
 from starsd.shared.errors import BundleError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
+NEEDED_FILES = ("model.onnx", "model.onnx.data", "tokenizer.json")
+_PLAIN_NAME = re.compile(r"[\w-][\w.-]{0,99}")
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +59,10 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int
 
 
+class _Format(msgspec.Struct):
+    format: int
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int = FORMAT
     name: str
@@ -89,7 +97,12 @@ def entry(path: Path) -> FileEntry:
 
 
 def write(manifest: Manifest, folder: Path) -> None:
+    """Write it, once sure that `read` takes it. Raises BundleError for what JSON cannot hold, such as NaN."""
     raw = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    try:
+        msgspec.json.decode(raw, type=Manifest)
+    except msgspec.ValidationError as error:
+        raise BundleError(f"a manifest cannot be written: {error}") from error
     (folder / FILE_NAME).write_bytes(raw + b"\n")
 
 
@@ -102,11 +115,20 @@ def read(folder: Path, *, verify: bool = False) -> Manifest:
     if not path.is_file():
         raise BundleError(f"{folder} is no bundle: {FILE_NAME} is missing, make one with starsd-export onnx")
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        raw = path.read_bytes()
+        found = msgspec.json.decode(raw, type=_Format).format
+        if found != FORMAT:
+            raise BundleError(f"{path} has format {found}, expected {FORMAT}: export the model again")
+        manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise BundleError(f"{path} cannot be read: {error}") from error
-    if manifest.format != FORMAT:
-        raise BundleError(f"{path} has format {manifest.format}, expected {FORMAT}: export the model again")
+    for what, value, known in (("flavour", manifest.flavour, FLAVOURS), ("precision", manifest.precision, PRECISIONS)):
+        if value not in known:
+            raise BundleError(f"{path} has {what} {value!r}, expected one of {', '.join(known)}")
+    if missing := [name for name in NEEDED_FILES if name not in manifest.files]:
+        raise BundleError(f"{path} names no {', '.join(missing)}, expected every file of the bundle")
+    if strange := [name for name in manifest.files if not _PLAIN_NAME.fullmatch(name)]:
+        raise BundleError(f"{path} names {strange[0][:80]!r}, expected files beside it")
     for name, expected in manifest.files.items():
         file = folder / name
         if not file.is_file():

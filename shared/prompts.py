@@ -39,7 +39,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _parse(line: bytes, where: str) -> Prompt:
     try:
         row = msgspec.json.decode(line, type=_Line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error)
         lowered = reason if reason.startswith("JSON") else reason[:1].lower() + reason[1:]
         raise UsageError(f"{where}: {lowered}, {EXPECTED}") from error

@@ -25,6 +25,8 @@ Floats = NDArray[np.float32]
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 DEFAULT_THETA = 10_000.0  # transformers' and EAGLE's when a config names none
 
+MAX_CONTEXT = 1 << 24  # tokens; more is a mistake, and its tables would fill the memory
+
 _KIND_ALIASES = {"su": "longrope"}  # what longrope was called at first
 _REQUIRED = {
     "linear": ("factor",),
@@ -80,7 +82,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int | None = None) -> Rope:
     """
     try:
         return _read_rope(config, head_dim or _head_dim(config))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"rope parameters cannot be read: {error}") from error
 
 
@@ -121,6 +123,9 @@ def _read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
         short_factor=tuple(map(float, raw.get("short_factor") or ())),
         long_factor=tuple(map(float, raw.get("long_factor") or ())),
     )
+    if not (rope.theta > 0 and rope.factor > 0 and 0 < context <= MAX_CONTEXT):
+        got = f"rope_theta {rope.theta}, factor {factor} and a context of {context}"
+        raise ModelError(f"rope has {got}, expected theta and factor above 0 and 1 to {MAX_CONTEXT} tokens")
     if kind == "longrope":
         for key, values in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
             if len(values) != head_dim // 2:

@@ -65,8 +65,8 @@ def check(params: Sampling) -> None:
         if not math.isfinite(value) or not holds(value):
             raise UsageError(f"{name} is {value}, expected {expected}")
     for token, bias in params.logit_bias.items():
-        if token < 0:
-            raise UsageError(f"logit_bias names token {token}, expected 0 or more")
+        if not 0 <= token < 2**31:
+            raise UsageError(f"logit_bias names token {token}, expected 0 to {2**31 - 1}")
         if not math.isfinite(bias):
             raise UsageError(f"logit_bias of token {token} is {bias}, expected a finite number")
 

@@ -27,6 +27,8 @@ write_bundle(parse_ref({model!r}).bundle("ort", {precision!r}), {precision!r})
 def write_bundle(folder: Path, precision: str = "int4") -> Path:
     folder.mkdir(parents=True)
     (folder / "model.onnx").write_bytes(b"graph")
+    for name in manifest.NEEDED_FILES[1:]:
+        (folder / name).write_bytes(b"")
     manifest.write(
         Manifest(
             name="tiny",
@@ -39,7 +41,7 @@ def write_bundle(folder: Path, precision: str = "int4") -> Path:
             features=FeatureSpec((), True, 1),
             eos=(1,),
             quality=manifest.Quality(0.01, 0.95, 1000) if precision == "int4" else None,
-            files={"model.onnx": manifest.entry(folder / "model.onnx")},
+            files={name: manifest.entry(folder / name) for name in manifest.NEEDED_FILES},
         ),
         folder,
     )

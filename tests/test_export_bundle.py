@@ -330,3 +330,32 @@ def test_only_bundles_and_empty_folders_are_replaced(tmp_path: Path) -> None:
         export_onnx(str(source), Options(precision="fp32"), mine / "notes.txt")
     for _ in range(2):  # into a new folder, and over the bundle that is there then
         export_onnx(str(source), Options(precision="fp32"), tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "expected 1 to"),
+        ({"num_attention_heads": 0}, "no number|out of range"),
+        ({"intermediate_size": "x"}, "intermediate_size 'x', expected"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps 'x', expected a small number"),
+        ({"max_position_embeddings": 10**15}, "expected"),
+        ({"rope_theta": -1.0, "rope_parameters": None}, "expected theta and factor above 0"),
+        ({"rope_scaling": "yarn"}, "rope parameters cannot be read"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    source = write_folder(tmp_path / "m")
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ModelError, match=message):
+        export_onnx(str(source), Options(precision="fp32"), tmp_path / "b")
+
+
+def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
+    bundle = export(write_folder(tmp_path / "m"), tmp_path / "b", "fp32")
+    made = manifest.read(bundle)
+    for change in ({"layers": 9}, {"head_dim": 8}, {"vocab": 10}, {"kv_heads": 7}):
+        manifest.write(msgspec.structs.replace(made, shape=msgspec.structs.replace(made.shape, **change)), bundle)
+        with pytest.raises(BundleError, match="its manifest says"):
+            open_bundle(bundle, ENGINE)

@@ -222,7 +222,7 @@ def test_extreme_temperatures_are_no_error(temperature: float) -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected more than 0"),
         ({"presence_penalty": math.inf}, "presence_penalty is inf, expected a finite number"),
         ({"seed": 2**64}, f"seed is {2**64}, expected -2^63 to 2^64 - 1"),
-        ({"logit_bias": {-3: 1.0}}, "logit_bias names token -3, expected 0 or more"),
+        ({"logit_bias": {-3: 1.0}}, "logit_bias names token -3, expected 0 to 2147483647"),
         ({"logit_bias": {3: -math.inf}}, "logit_bias of token 3 is -inf, expected a finite number"),
     ],
 )

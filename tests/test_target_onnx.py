@@ -433,3 +433,10 @@ def test_the_reference_keeps_the_same_contract(source: Path, bundles: dict[str, 
     assert isinstance(pair[1], TorchTarget)
     assert pair[0].features == pair[1].features
     assert pair[0].shape == pair[1].shape
+
+
+def test_the_callers_arithmetic_stays_as_it_is(bundles: dict[str, Path]) -> None:
+    """The runtime flushes subnormal numbers to zero in its own threads only."""
+    target = open_bundle(bundles["fp32"], Engine())
+    target.score([1], [-1])
+    assert np.float32(1e-38) * np.float32(0.01) > 0

@@ -1,0 +1,55 @@
+"""A manifest says what its bundle is, and nothing that reading it would not survive."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_bundle import write_bundle
+
+from starsd.shared import manifest
+from starsd.shared.errors import BundleError
+
+
+def changed(folder: Path, **changes: Any) -> Path:
+    bundle = write_bundle(folder)
+    path = bundle / manifest.FILE_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return bundle
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    found = manifest.read(write_bundle(tmp_path / "b"), verify=True)
+    assert (found.name, found.precision, found.features.width) == ("tiny", "int4", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2, "z": 1}, "has format 2, expected 1: export the model again"),
+        ({"precision": "int3"}, "has precision 'int3', expected one of fp32, fp16, int8, int4"),
+        ({"flavour": "x"}, "has flavour 'x', expected one of ort"),
+        ({"files": {}}, "names no model.onnx, model.onnx.data, tokenizer.json, expected every file of the bundle"),
+        ({"unheard_of": 1}, "cannot be read: Object contains unknown field `unheard_of`"),
+    ],
+)
+def test_manifests_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BundleError, match=message):
+        manifest.read(changed(tmp_path / "b", **changes))
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/b", "..", "x" * 5000, ""])
+def test_files_lie_beside_the_manifest(tmp_path: Path, name: str) -> None:
+    bundle = write_bundle(tmp_path / "b")
+    files = json.loads((bundle / manifest.FILE_NAME).read_text())["files"]
+    with pytest.raises(BundleError, match="expected files beside it"):
+        manifest.read(changed(tmp_path / "c", files={**files, name: {"bytes": 0, "sha256": ""}}))
+
+
+def test_what_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    found = manifest.read(write_bundle(tmp_path / "b"))
+    broken = manifest.msgspec.structs.replace(found, quality=manifest.Quality(float("nan"), 1.0, 5))
+    with pytest.raises(BundleError, match="cannot be written"):
+        manifest.write(broken, tmp_path)
