@@ -14,7 +14,6 @@ from starsd.shared.home import parse_ref
 
 FLAVOUR = "ort"
 STDERR = 2
-GRAPH = "model.onnx"
 EXPORT_MODULES = ("onnx", "safetensors", "gguf")  # what the export extra brings
 
 
@@ -45,8 +44,10 @@ def ensure_bundle(model: str, precision: str | None = None) -> Path:
 
 def _must_be_a_model(folder: Path) -> None:
     """Tell a folder that cannot be exported from one that can, before a child process fails at it."""
-    if (folder / GRAPH).is_file():
-        raise BundleError(f"{folder} has {GRAPH} and no {manifest.FILE_NAME}, expected the whole folder of a bundle")
+    if (folder / manifest.GRAPH_FILE).is_file():
+        raise BundleError(
+            f"{folder} has {manifest.GRAPH_FILE} and no {manifest.FILE_NAME}, expected the whole folder of a bundle"
+        )
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has neither {manifest.FILE_NAME} nor config.json, expected a bundle or a model")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ import typer
 
 from starsd.shared import console
 from starsd.shared.config import DEFAULT_MODEL, DEFAULT_PRECISION, OVERFLOWS, PRECISIONS, Engine, Limits, Sampling
-from starsd.shared.errors import MissingExtraError, UsageError
+from starsd.shared.errors import UsageError
 
 if TYPE_CHECKING:
     from starsd.edge.session import Session
@@ -71,9 +70,9 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object an answer.")] = False,
 ) -> None:
     """Answer prompts, each with the model's chat template and its own default system message."""
-    with _edge_extra():
-        from starsd.edge.generate import answer_all
-        from starsd.shared.prompts import Prompt, read_prompts
+    from starsd.edge.generate import answer_all
+    from starsd.shared.prompts import Prompt, read_prompts
+
     if policy not in POLICIES:
         raise UsageError(f"policy is {policy!r}, expected {' or '.join(POLICIES)}")
     if (prompts is None) == (prompt is None):
@@ -115,8 +114,8 @@ def chat(
     threads: Threads = ENGINE.threads,
 ) -> None:
     """Talk with the model."""
-    with _edge_extra():
-        from starsd.edge.chat_terminal import ChatTerminal
+    from starsd.edge.chat_terminal import ChatTerminal
+
     sampling = Sampling(
         temperature=temperature,
         top_p=top_p,
@@ -131,24 +130,13 @@ def chat(
 
 
 def _open_session(model: str, precision: str | None, engine: Engine) -> Session:
-    with _edge_extra():
-        from starsd.edge.bundle import ensure_bundle
-        from starsd.edge.session import Session
-        from starsd.edge.target import open_target
-        from starsd.edge.text import Text
+    from starsd.edge.bundle import ensure_bundle
+    from starsd.edge.session import Session
+    from starsd.edge.target import open_target
+    from starsd.edge.text import Text
+
     bundle = ensure_bundle(model, precision)
     return Session(open_target("onnx", bundle, engine), Text.open(bundle))
-
-
-@contextlib.contextmanager
-def _edge_extra() -> Iterator[None]:
-    """Imports that need the edge extra; without it they say so."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if not error.name or error.name.startswith("starsd"):
-            raise  # ours, a defect
-        raise MissingExtraError(error.name, "edge") from error
 
 
 def _logit_bias(text: str) -> dict[int, float]:

@@ -22,13 +22,12 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from starsd.edge.bundle import GRAPH
 from starsd.edge.cached_target import CachedTarget
 from starsd.edge.target import Floats
 from starsd.shared import tree
 from starsd.shared.config import Engine
 from starsd.shared.errors import BundleError, UsageError
-from starsd.shared.manifest import Manifest, read
+from starsd.shared.manifest import GRAPH_FILE, Manifest, read
 
 _HIDDEN = np.float32(-1e9)  # added to an attention score that must not count
 _DUMMIES = 2  # rows kept free behind a pass for them
@@ -80,10 +79,12 @@ class OnnxTarget(CachedTarget):
         self._thread = ThreadPoolExecutor(1, "target")
         try:
             self._session = self._apart(
-                ort.InferenceSession, str(folder / GRAPH), options, providers=["CPUExecutionProvider"]
+                ort.InferenceSession, str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # onnxruntime's exceptions share no base but this one
-            raise BundleError(f"{folder / GRAPH} does not load in onnxruntime {ort.__version__}: {error}") from error
+            raise BundleError(
+                f"{folder / GRAPH_FILE} does not load in onnxruntime {ort.__version__}: {error}"
+            ) from error
         self._binding = self._session.io_binding()
         self._cache_type = self._check_graph(folder)
         self._cache: NDArray[Any] = np.empty(0)
@@ -107,7 +108,7 @@ class OnnxTarget(CachedTarget):
         expected = (shape.layers, shape.kv_heads, shape.head_dim, shape.vocab, features.width)
         for (what, found), value in zip(got.items(), expected, strict=True):
             if found != value:
-                raise BundleError(f"{folder / GRAPH} has {what} {found}, its manifest says {value}")
+                raise BundleError(f"{folder / GRAPH_FILE} has {what} {found}, its manifest says {value}")
         return _TYPES[inputs["past_k_0"].type]
 
     @property

@@ -15,10 +15,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from starsd.export.graph import MODEL_FILE
 from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import ModelError
-from starsd.shared.manifest import ModelShape, Quality
+from starsd.shared.manifest import GRAPH_FILE, ModelShape, Quality
 
 PROMPTS = (
     "Explain to a ten-year-old why the moon seems to change its shape.",
@@ -47,7 +46,7 @@ class Runner:
         options = ort.SessionOptions()
         options.add_session_config_entry("session.disable_prepacking", str(int(mapped)))
         options.log_severity_level = 3
-        self._session = ort.InferenceSession(str(folder / MODEL_FILE), options, providers=["CPUExecutionProvider"])
+        self._session = ort.InferenceSession(str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"])
         self._binding = self._session.io_binding()
         self.capacity = capacity
         half = any(tensor.type == "tensor(float16)" for tensor in self._session.get_inputs())

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from starsd.export.gguf import Blocks, read_blocks
+from starsd.export.hf_folder import SOURCE_GGUF
 from starsd.shared.errors import ModelError, UnsupportedModelError
 from starsd.shared.llama import expected_tensors, read_shape
 from starsd.shared.rope import Rope, read_rope
 from starsd.shared.weights import check_tensors, read_config, tensor_index
 
-SOURCE_GGUF = "source.gguf"
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 EMBEDDING = "model.embed_tokens.weight"
 _UNUSED = ("rotary_emb.inv_freq",)  # derived values that old checkpoints carry along

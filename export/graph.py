@@ -12,8 +12,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-MODEL_FILE = "model.onnx"
-DATA_FILE = "model.onnx.data"
+from starsd.shared.manifest import GRAPH_FILE, WEIGHTS_FILE
+
 CONTRIB = "com.microsoft"
 OPSET = 21
 IR_VERSION = 10  # what onnxruntime 1.23 reads
@@ -41,7 +41,7 @@ class GraphWriter:
         self._constants: dict[str, onnx.TensorProto] = {}
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
-        self._data = (folder / DATA_FILE).open("wb")
+        self._data = (folder / WEIGHTS_FILE).open("wb")
 
     def __enter__(self) -> GraphWriter:
         return self
@@ -70,7 +70,7 @@ class GraphWriter:
         else:
             self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
             tensor.data_location = TensorProto.EXTERNAL
-            for key, text in (("location", DATA_FILE), ("offset", self._data.tell()), ("length", array.nbytes)):
+            for key, text in (("location", WEIGHTS_FILE), ("offset", self._data.tell()), ("length", array.nbytes)):
                 tensor.external_data.add(key=key, value=str(text))
             self._data.write(array.reshape(-1).view(np.uint8).data)  # bfloat16 has no buffer of its own
         self._constants[name] = tensor
@@ -102,4 +102,4 @@ class GraphWriter:
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, list(self._constants.values()))
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="starsd")
-        onnx.save(model, str(self._folder / MODEL_FILE))
+        onnx.save(model, str(self._folder / GRAPH_FILE))

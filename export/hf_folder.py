@@ -8,6 +8,8 @@ from typing import Any
 
 from starsd.shared.errors import ModelError
 
+SOURCE_GGUF = "source.gguf"  # the file that a folder was converted from, beside the result
+
 # Vicuna v1.1 to v1.5 were trained on this one layout and ship no template: blanks between turns, </s> after answers
 VICUNA_TEMPLATE = """\
 {%- if messages and messages[0]['role'] == 'system' -%}

@@ -21,7 +21,7 @@ import msgspec
 
 from starsd.export import gguf, hub_source, pip_source
 from starsd.export.download import PinnedFile
-from starsd.export.hf_folder import ensure_chat_template
+from starsd.export.hf_folder import SOURCE_GGUF, ensure_chat_template
 from starsd.export.staging import require_space, staged, storage_errors
 from starsd.export.store import require_quota
 from starsd.export.tokenizer_model import ensure_tokenizer
@@ -30,7 +30,6 @@ from starsd.shared.errors import ModelError
 from starsd.shared.home import ModelRef, home, parse_ref
 
 RECEIPT = "starsd.json"
-SOURCE_GGUF = "source.gguf"
 
 
 class PinnedModel(msgspec.Struct, frozen=True):

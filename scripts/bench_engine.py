@@ -11,6 +11,7 @@ from pathlib import Path
 
 from starsd.edge.bundle import ensure_bundle
 from starsd.edge.target import Target, open_target
+from starsd.export.hf_folder import SOURCE_GGUF
 from starsd.scripts.bench_peers import Make, Peer, llama_cpp, ours, transformers_fp32
 from starsd.shared import manifest, tree
 from starsd.shared.config import Engine
@@ -64,7 +65,7 @@ def plain_speeds(bundle: Path, prompt: list[int], threads: int, *, peers: bool) 
     if peers:
         source = parse_ref(manifest.read(bundle).source).folder
         makers["transformers_tok_s"] = (transformers_fp32, source)
-        gguf = source / "source.gguf"
+        gguf = source / SOURCE_GGUF
         if gguf.is_file():
             makers["llama_cpp_tok_s"] = (llama_cpp, gguf)
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,8 @@ from starsd.shared.errors import BundleError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
-NEEDED_FILES = ("model.onnx", "model.onnx.data", "tokenizer.json")
+GRAPH_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "model.onnx", "model.onnx.data", "tokenizer.json"
+NEEDED_FILES = (GRAPH_FILE, WEIGHTS_FILE, TOKENIZER_FILE)
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]{0,99}")
 
 

@@ -21,20 +21,20 @@ from tiny_model import ENGINE, VOCAB, export, rewrite, write_folder
 from starsd.edge.target_onnx import open_bundle
 from starsd.export import gguf, staging
 from starsd.export.bundle import Options, export_onnx
-from starsd.export.graph import DATA_FILE, MODEL_FILE, GraphWriter
+from starsd.export.graph import GraphWriter
 from starsd.export.safetensors_writer import TensorSpec, write_safetensors
 from starsd.shared import manifest
 from starsd.shared.errors import BundleError, ModelError, StorageError, UnsupportedModelError, UsageError
 from starsd.shared.llama import expected_tensors, read_shape
-from starsd.shared.manifest import FeatureSpec
+from starsd.shared.manifest import GRAPH_FILE, WEIGHTS_FILE, FeatureSpec
 
 FILES = [
     "chat_template.jinja",
     "config.json",
     "generation_config.json",
     "manifest.json",
-    MODEL_FILE,
-    DATA_FILE,
+    GRAPH_FILE,
+    WEIGHTS_FILE,
     "tokenizer.json",
     "tokenizer_config.json",
 ]
@@ -60,7 +60,7 @@ def test_twice_is_the_same(source: Path, precision: str, tmp_path: Path) -> None
         export_onnx({str(source)!r}, options, Path({str(tmp_path / "two")!r}))
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
-    for name in (MODEL_FILE, DATA_FILE, "tokenizer.json", "manifest.json"):
+    for name in (GRAPH_FILE, WEIGHTS_FILE, "tokenizer.json", "manifest.json"):
         assert (one / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
@@ -241,16 +241,16 @@ def test_broken_manifests(source: Path, tmp_path: Path, change: Any, message: st
 
 def test_broken_files(source: Path, tmp_path: Path) -> None:
     bundle = export(source, tmp_path / "b")
-    data = (bundle / DATA_FILE).read_bytes()
-    (bundle / DATA_FILE).write_bytes(data[:-1])
-    with pytest.raises(BundleError, match=rf"{DATA_FILE} has {len(data) - 1} bytes, expected {len(data)}$"):
+    data = (bundle / WEIGHTS_FILE).read_bytes()
+    (bundle / WEIGHTS_FILE).write_bytes(data[:-1])
+    with pytest.raises(BundleError, match=rf"{WEIGHTS_FILE} has {len(data) - 1} bytes, expected {len(data)}$"):
         open_bundle(bundle, ENGINE)
-    (bundle / DATA_FILE).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    (bundle / WEIGHTS_FILE).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     manifest.read(bundle)  # sizes are right
-    with pytest.raises(BundleError, match=rf"{DATA_FILE} is not what was exported: its SHA-256 differs"):
+    with pytest.raises(BundleError, match=rf"{WEIGHTS_FILE} is not what was exported: its SHA-256 differs"):
         manifest.read(bundle, verify=True)
-    (bundle / DATA_FILE).unlink()
-    with pytest.raises(BundleError, match=rf"{DATA_FILE} is missing, expected {len(data)} bytes$"):
+    (bundle / WEIGHTS_FILE).unlink()
+    with pytest.raises(BundleError, match=rf"{WEIGHTS_FILE} is missing, expected {len(data)} bytes$"):
         open_bundle(bundle, ENGINE)
     (bundle / "manifest.json").unlink()
     with pytest.raises(
@@ -261,11 +261,11 @@ def test_broken_files(source: Path, tmp_path: Path) -> None:
 
 def test_a_graph_that_does_not_load(source: Path, tmp_path: Path) -> None:
     bundle = export(source, tmp_path / "b")
-    (bundle / MODEL_FILE).write_bytes(b"no graph")
+    (bundle / GRAPH_FILE).write_bytes(b"no graph")
     raw = json.loads((bundle / "manifest.json").read_text())
-    raw["files"][MODEL_FILE]["bytes"] = 8
+    raw["files"][GRAPH_FILE]["bytes"] = 8
     (bundle / "manifest.json").write_text(json.dumps(raw))
-    with pytest.raises(BundleError, match=rf"{MODEL_FILE} does not load in onnxruntime \d"):
+    with pytest.raises(BundleError, match=rf"{GRAPH_FILE} does not load in onnxruntime \d"):
         open_bundle(bundle, ENGINE)
 
 

@@ -16,10 +16,10 @@ from transformers import LlamaForCausalLM
 
 from starsd.edge.target_onnx import open_bundle
 from starsd.export.check import Runner
-from starsd.export.graph import DATA_FILE, MODEL_FILE
 from starsd.shared import tree
 from starsd.shared.config import Engine
 from starsd.shared.errors import UnsupportedModelError
+from starsd.shared.manifest import GRAPH_FILE, WEIGHTS_FILE
 
 CONTEXT = 512
 TAPS = (0, 2, 3, 6)
@@ -95,7 +95,7 @@ def test_shards_give_the_same_graph(tmp_path: Path) -> None:
     whole, shards = write_folder(tmp_path / "a" / "m"), write_folder(tmp_path / "b" / "m", shard="60KB")
     assert len(list(shards.glob("*.safetensors"))) > 1
     bundles = [export(whole, tmp_path / "whole"), export(shards, tmp_path / "shards")]
-    for name in (MODEL_FILE, DATA_FILE):
+    for name in (GRAPH_FILE, WEIGHTS_FILE):
         assert (bundles[0] / name).read_bytes() == (bundles[1] / name).read_bytes()
 
 
@@ -120,7 +120,7 @@ def test_a_tree_behind_chunks_of_prompt(rope: str, tmp_path: Path) -> None:
 def test_any_list_of_taps(precision: str, taps: tuple[int, ...], last_hidden: bool, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "m")
     bundle = export(source, tmp_path / "b", precision, taps=taps, last_hidden=last_hidden)
-    outputs = [output.name for output in onnx.load(bundle / MODEL_FILE, load_external_data=False).graph.output]
+    outputs = [output.name for output in onnx.load(bundle / GRAPH_FILE, load_external_data=False).graph.output]
     assert ("features" in outputs) == bool(taps or last_hidden)
     ids = tokens(40, VOCAB)
     _, hidden = eager(source, ids, taps)
@@ -132,7 +132,7 @@ def test_any_list_of_taps(precision: str, taps: tuple[int, ...], last_hidden: bo
 
 def test_only_wanted_rows_reach_the_head(tmp_path: Path) -> None:
     bundle = export(write_folder(tmp_path / "m"), tmp_path / "b", "int8")
-    session = ort.InferenceSession(str(bundle / MODEL_FILE), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(str(bundle / GRAPH_FILE), providers=["CPUExecutionProvider"])
     target, rows = open_bundle(bundle, ENGINE), np.arange(6)
     feeds: dict[str, Any] = {
         "input_ids": np.array(tokens(6, VOCAB)),

@@ -18,9 +18,10 @@ from tiny_gguf import LAYERS, tiny_gguf
 from starsd.export import gguf
 from starsd.export.checkpoint import Checkpoint
 from starsd.export.gguf import Blocks
-from starsd.export.graph import MODEL_FILE, GraphWriter
+from starsd.export.graph import GraphWriter
 from starsd.export.linear import Dense, GroupsOf32, Linear, Rows, absorb_minimum
 from starsd.export.quantise import blocks_of, channels_of
+from starsd.shared.manifest import GRAPH_FILE
 
 NAMES = ["q.weight", "k.weight", "v.weight"]
 
@@ -69,11 +70,11 @@ class Layer:
             y = linear(graph, "x", names, to="y")
             graph.output(y, dtype, ["rows", "outputs"])
             graph.save("layer")
-        self.model = onnx.load(folder / MODEL_FILE)
+        self.model = onnx.load(folder / GRAPH_FILE)
         self.constants = {c.name: numpy_helper.to_array(c) for c in self.model.graph.initializer}
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
-        self._session = ort.InferenceSession(str(folder / MODEL_FILE), options, providers=["CPUExecutionProvider"])
+        self._session = ort.InferenceSession(str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"])
         self._used = {i.name for i in self._session.get_inputs()}
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
