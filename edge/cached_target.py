@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +16,9 @@ from starsd.shared.errors import ContextOverflowError, EngineError, UsageError
 from starsd.shared.manifest import FeatureSpec, ModelShape
 
 
+Own = TypeVar("Own", bound="CachedTarget")
+
+
 class CachedTarget(ABC):
     """A `Target` but for the arithmetic and the place of its K/V. See `Target` for the contract."""
 
@@ -21,6 +26,12 @@ class CachedTarget(ABC):
         self._shape, self._features, self._context, self._chunk = shape, features, context, chunk
         self._length = 0
         self._pass: tuple[list[int], Floats] | None = None  # parents and features of the newest pass, while it is open
+
+    def sibling(self: Own) -> Own:
+        other = copy.copy(self)
+        other._length, other._pass = 0, None
+        other._start_cache()
+        return other
 
     @property
     def shape(self) -> ModelShape:
@@ -99,6 +110,10 @@ class CachedTarget(ABC):
     @abstractmethod
     def _keep(self, rows: Sequence[int]) -> None:
         """Move K/V of these rows of the newest pass to the front of it."""
+
+    @abstractmethod
+    def _start_cache(self) -> None:
+        """Have a cache of one's own, without rows in it."""
 
     @abstractmethod
     def _make_room(self, length: int) -> None:

@@ -83,6 +83,10 @@ class Target(Protocol):
         """Forget every row from `length` on."""
         ...
 
+    def sibling(self) -> Target:
+        """Another conversation's cache on the same weights. Siblings may be used at a time; their passes take turns."""
+        ...
+
 
 # kind → (module, function making a Target from a bundle, extra that brings its libraries)
 _KINDS: dict[str, tuple[str, str, str]] = {

@@ -85,11 +85,9 @@ class OnnxTarget(CachedTarget):
             raise BundleError(
                 f"{folder / GRAPH_FILE} does not load in onnxruntime {ort.__version__}: {error}"
             ) from error
-        self._binding = self._session.io_binding()
         self._cache_type = self._check_graph(folder)
-        self._cache: NDArray[Any] = np.empty(0)
-        self._room = 0
-        self._make_room(min(config.initial_context, context))
+        self._first_room = min(config.initial_context, context)
+        self._start_cache()
         self._padding, self._noise = self._choose_padding()
         self._branch_noise = max(self._noise, self._probe_path(_COMB))
 
@@ -166,6 +164,12 @@ class OnnxTarget(CachedTarget):
     def _keep(self, rows: Sequence[int]) -> None:
         start = self._length
         self._cache[:, :, start : start + len(rows)] = self._cache[:, :, start + np.asarray(rows)]
+
+    def _start_cache(self) -> None:
+        self._binding = self._session.io_binding()
+        self._cache: NDArray[Any] = np.empty(0)
+        self._room = 0
+        self._make_room(self._first_room)
 
     def _make_room(self, length: int) -> None:
         room = max(1, self._room)

@@ -69,7 +69,8 @@ class TorchTarget(CachedTarget):
         self._eps = float(config.get("rms_norm_eps", 1e-6))
         cos, sin = read_rope(config, shape.head_dim).tables(self._context)
         self._cos, self._sin = torch.from_numpy(cos), torch.from_numpy(sin)
-        self._cache = self._empty(min(engine.initial_context, self._context))
+        self._first_room = min(engine.initial_context, self._context)
+        self._start_cache()
 
     @property
     def branch_noise(self) -> float:
@@ -82,6 +83,9 @@ class TorchTarget(CachedTarget):
     def _empty(self, rows: int) -> torch.Tensor:
         shape = self._shape
         return torch.zeros(shape.layers, 2, shape.kv_heads, rows, shape.head_dim)
+
+    def _start_cache(self) -> None:
+        self._cache = self._empty(self._first_room)
 
     def _make_room(self, length: int) -> None:
         capacity = self._cache.shape[3]
