@@ -11,7 +11,10 @@
     ├── DownloadError              a file did not arrive whole
     │   └── HashMismatchError      it arrived, but is not the pinned file
     ├── StorageError               disk full, quota reached, folder not writable
-    └── EngineError                a target engine was driven out of order (our caller's mistake)
+    ├── EngineError                a target engine was driven out of order (our caller's mistake)
+    └── ProtocolError              a message that the protocol does not allow; `session` says whose, 0: the connection's
+        ├── LocalProtocolError     our caller wanted to send it; nothing was sent
+        └── RemoteProtocolError    the peer sent it
 
 Messages say what was got and what was expected, in lower case and without a full stop; where a remedy exists
 they end with it. A command prints the message on one line and exits with 1.
@@ -71,3 +74,22 @@ class StorageError(StarsdError):
 
 class EngineError(StarsdError):
     """A target engine was driven out of order."""
+
+
+class ProtocolError(StarsdError):
+    """A message that the protocol does not allow.
+
+    `session` is the one it belongs to; 0 when it belongs to none, and the connection cannot go on.
+    """
+
+    def __init__(self, message: str, session: int = 0) -> None:
+        super().__init__(message)
+        self.session = session
+
+
+class LocalProtocolError(ProtocolError):
+    """Our caller wanted to send what the protocol does not allow; nothing was sent, and nothing changed."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent what the protocol does not allow."""
