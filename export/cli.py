@@ -79,6 +79,7 @@ def train_drafter(
     minutes: Annotated[float, typer.Option(help="For everything; the schedule is fitted to it.")] = RECIPE.minutes,
     epochs: Annotated[int, typer.Option(help="0: as many as --minutes allow, or 6.")] = RECIPE.epochs,
     steps_ahead: Annotated[int, typer.Option(help="Depth of the training-time test.")] = RECIPE.steps_ahead,
+    later_share: Annotated[float, typer.Option(help="Of the rows behind depth 0 to train.")] = RECIPE.later_share,
     draft_vocab: Annotated[int, typer.Option(help="Most frequent tokens that can be drafted.")] = RECIPE.draft_vocab,
     user_weight: Annotated[float, typer.Option(help="Of predicting users' words; answers: 1.")] = RECIPE.user_weight,
     learning_rate: Annotated[float, typer.Option(help="The largest of the schedule.")] = RECIPE.learning_rate,
@@ -92,6 +93,7 @@ def train_drafter(
     recipe = Recipe(
         draft_vocab=draft_vocab,
         steps_ahead=steps_ahead,
+        later_share=later_share,
         user_weight=user_weight,
         epochs=epochs,
         minutes=minutes,

@@ -20,8 +20,9 @@ _ROOM = 0.5  # of an accelerator's free memory may hold taps
 
 @dataclass(frozen=True)
 class DepthRows:
-    """Rows of one depth that are trained: `places` int64 (m,) in the flattened (chats · n) batch, `labels` int64 (m,)
-    in the stored rows, `weights` float32 (m,), `answers` bool (m,): whether they predict an answer's token."""
+    """Rows of one depth that are trained: `places` int64 (m,) in its flattened rows, (chats · n) or (chats · c),
+    `labels` int64 (m,) in the stored rows, `weights` float32 (m,), `answers` bool (m,): whether they predict an
+    answer's token."""
 
     places: torch.Tensor
     labels: torch.Tensor
@@ -31,10 +32,12 @@ class DepthRows:
 
 @dataclass(frozen=True)
 class Batch:
-    """`embedded` (chats, n, hidden), `taps` (chats, n, width); `depths` one entry a depth."""
+    """`embedded` (chats, n, hidden), `taps` (chats, n, width); `later` int64 (c,) the columns that depths behind 0 have
+    rows of, None: all; `depths` one entry a depth."""
 
     embedded: torch.Tensor
     taps: torch.Tensor
+    later: torch.Tensor | None
     depths: list[DepthRows]
 
     @property
@@ -81,8 +84,9 @@ class Feeder:
         to_draft[torch.from_numpy(draft)] = torch.arange(len(draft))
         self._to_draft = to_draft.to(self._device)
 
-    def batch(self, chosen: Sequence[int] | Ints) -> Batch:
-        """These chats, padded on the right to the longest."""
+    def batch(self, chosen: Sequence[int] | Ints, share: float = 1.0, rng: np.random.Generator | None = None) -> Batch:
+        """These chats, padded on the right to the longest; depths behind 0 on a `share` of the columns, drawn by `rng`,
+        which a share below 1 needs."""
         starts, lengths = self.chats.offsets[chosen], self.chats.lengths[chosen]
         columns = np.arange(lengths.max())
         # padding repeats a chat's last row: no row that counts sees it
@@ -95,7 +99,13 @@ class Feeder:
             taps = self._target.forward(ids)[0]
         embedded = F.embedding(ids, self._target.embedding)
         dtype = self._target.dtype
-        return Batch(embedded, taps.to(dtype), [self._depth(starts, lengths, d) for d in range(self._steps)])
+        later, some = None, columns
+        if share < 1:
+            assert rng is not None
+            some = np.sort(rng.choice(columns, max(1, round(share * len(columns))), replace=False))
+            later = torch.from_numpy(some).to(self._device)
+        depths = [self._depth(starts, lengths, some if d else columns, d) for d in range(self._steps)]
+        return Batch(embedded, taps.to(dtype), later, depths)
 
     def labels(self, depth: DepthRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft ids int64 and their probabilities float32, both (m, top), of the target's next tokens at these rows.
@@ -109,9 +119,8 @@ class Feeder:
         ids[:, 1:].clamp_(min=0)
         return ids, probs
 
-    def _depth(self, starts: Ints, lengths: Ints, depth: int) -> DepthRows:
+    def _depth(self, starts: Ints, lengths: Ints, columns: Ints, depth: int) -> DepthRows:
         """Row i of a chat of n tokens predicts token i + 2 + depth, which the target foretold at i + 1 + depth."""
-        columns = np.arange(lengths.max())
         known = columns[None] < lengths[:, None] - 2 - depth
         label = starts[:, None] + np.minimum(columns + 1 + depth, lengths[:, None] - 1)
         roles = self.chats.roles[np.minimum(label + 1, len(self.chats.roles) - 1)].reshape(-1)
@@ -134,7 +143,8 @@ def soft_loss(logits: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, weig
 def losses(head: Head, feeder: Feeder, batch: Batch) -> list[torch.Tensor]:
     """The loss of each depth."""
     found = []
-    for depth, output in zip(batch.depths, head.unroll(batch.embedded, batch.taps, len(batch.depths)), strict=True):
+    outputs = head.unroll(batch.embedded, batch.taps, len(batch.depths), batch.later)
+    for depth, output in zip(batch.depths, outputs, strict=True):
         rows = output.flatten(0, 1)[depth.places]
         found.append(soft_loss(head.logits(rows), *feeder.labels(depth), depth.weights))
     return found
@@ -147,6 +157,7 @@ def accepted(head: Head, feeder: Feeder, batch: Batch) -> tuple[torch.Tensor, to
     Along the chat's own tokens; a draft is a hit when it is the target's likeliest token, and a depth is reached when
     all drafts above it were hits. Only rows whose next tokens are an answer's, as many as there are depths, count.
     """
+    assert batch.later is None, "a chain is followed through all depths of a row"
     depths = len(batch.depths)
     alive = torch.ones(batch.tokens, dtype=torch.bool, device=batch.taps.device)
     for depth in batch.depths:

@@ -20,8 +20,9 @@ _PARTS = {"avg": "exp_avg", "square": "exp_avg_sq"}  # our prefix → AdamW's na
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run is. The order of an epoch's batches follows from the recipe's seed and `epoch`, and nothing else in
-    training is random, so that this and the tensors are all there is to resume exactly."""
+    """Where a run is. An epoch's batches and their order follow from the recipe's seed and `epoch`, the columns drawn
+    for a batch from `batch` besides, and nothing else in training is random, so that this and the tensors are all there
+    is to resume exactly."""
 
     step: int = 0  # optimiser steps taken
     epoch: int = 0

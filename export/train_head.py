@@ -3,7 +3,8 @@
 Row i pairs feature i with token i + 1 at position i and predicts token i + 2. A drafter goes on from its last true row:
 depth j reads token i + 1 + j at position i + j and, in place of a feature, the output of depth j - 1; it sees the rows
 0 … i that were made from features, its own ancestors and itself. `Head.unroll` does this for all rows i at once: row i
-of depth j is the drafted node j levels under row i, so it sees depth 0 causally and depths 1 … j in its own row.
+of depth j is the drafted node j levels under row i, so it sees depth 0 causally and depths 1 … j in its own row. No row
+of a later depth sees another row's, so any of them may be left out.
 """
 
 from __future__ import annotations
@@ -103,21 +104,25 @@ class Head(nn.Module):
         self._frequencies = torch.from_numpy(rope.inverse_frequencies())
         self._scale = rope.attention_factor
 
-    def unroll(self, embedded: torch.Tensor, taps: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-        """Outputs before the final norm (chats, n, hidden) of depths 0 … steps - 1.
+    def unroll(
+        self, embedded: torch.Tensor, taps: torch.Tensor, steps: int, later: torch.Tensor | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Outputs before the final norm of depths 0 … steps - 1: depth 0 (chats, n, hidden), the others (chats, c,
+        hidden) of the rows `later` (c,), ascending; None: all n.
 
         `embedded` (chats, n, hidden) are the target's embeddings of tokens 0 … n - 1, `taps` (chats, n, 3 · hidden) its
         features. Where depth j would read a token behind the end, rows n - 1 - j …, outputs mean nothing.
         """
         hidden = self.fc(taps)
         chats, length = hidden.shape[:2]
-        positions = torch.arange(length, device=hidden.device)
-        hides = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
+        every = rows = torch.arange(length, device=hidden.device)
+        embedded = F.pad(embedded, (0, 0, 0, steps))
         true_rows: tuple[torch.Tensor, torch.Tensor] | None = None
         ancestors: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(steps):
-            following = F.pad(embedded[:, 1 + step :], (0, 0, 0, min(1 + step, length)))
-            queries, keys, values = self._enter(following, hidden, positions + step)
+            if step == 1 and later is not None:
+                hidden, rows = hidden[:, later], later
+            queries, keys, values = self._enter(embedded[:, rows + 1 + step], hidden, rows + step)
             if true_rows is None:
                 true_rows = keys, values
                 groups = self.shape.heads // self.shape.kv_heads
@@ -126,8 +131,8 @@ class Head(nn.Module):
             else:
                 ancestors.append((keys, values))
                 with torch.autocast(hidden.device.type, enabled=False):
-                    mixed = _attend(queries, *true_rows, ancestors, hides)
-            hidden = self._leave(hidden, mixed.transpose(1, 2).reshape(chats, length, -1))
+                    mixed = _attend(queries, *true_rows, ancestors, every > rows[:, None])
+            hidden = self._leave(hidden, mixed.transpose(1, 2).reshape(chats, len(rows), -1))
             yield hidden
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
@@ -160,17 +165,18 @@ def _attend(
     ancestors: list[tuple[torch.Tensor, torch.Tensor]],
     hides: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention to true rows up to one's own and to ancestors, itself included: (chats, heads, n, head_dim)."""
-    chats, heads, length, width = queries.shape
-    kv_heads = keys.shape[1]
-    grouped = (queries * width**-0.5).view(chats, kv_heads, -1, length, width)  # query heads that share keys
+    """Attention of c rows to the n true rows that `hides` (c, n) does not hide, and to ancestors, itself included:
+    (chats, heads, c, head_dim)."""
+    chats, heads, rows, width = queries.shape
+    kv_heads, length = keys.shape[1:3]
+    grouped = (queries * width**-0.5).view(chats, kv_heads, -1, rows, width)  # query heads that share keys
     true_scores = (grouped @ keys[:, :, None].transpose(-1, -2)).masked_fill(hides, -torch.inf)
     own_scores = [(grouped * k[:, :, None]).sum(-1, keepdim=True) for k, _ in ancestors]
     weights = torch.cat([true_scores, *own_scores], -1).softmax(-1)
     mixed = weights[..., :length] @ values[:, :, None]
     for number, (_, v) in enumerate(ancestors):
         mixed = mixed + weights[..., length + number, None] * v[:, :, None]
-    return mixed.view(chats, heads, length, width)
+    return mixed.view(chats, heads, rows, width)
 
 
 def initialise(head: Head, checkpoint: Checkpoint, draft_ids: torch.Tensor, seed: int) -> None:

@@ -143,7 +143,9 @@ class Trainer:
         cosine = 0.5 * (1 + math.cos(math.pi * share))
         for settings in self._optimiser.param_groups:
             settings["lr"] = ramp * (recipe.floor_rate + (recipe.learning_rate - recipe.floor_rate) * cosine)
-        batch = self._feeder.batch(group)
+        # one number more than the epoch's own generator has; not 0, which would give that one again
+        rng = np.random.default_rng([recipe.seed, self.position.epoch, self.position.batch + 1])
+        batch = self._feeder.batch(group, recipe.later_share, rng)
         with self._computing():
             each = torch.stack(losses(self.head, self._feeder, batch))
         decay = torch.tensor([recipe.step_decay**j for j in range(recipe.steps_ahead)], device=self._place)

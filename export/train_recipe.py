@@ -21,6 +21,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     draft_vocab: int = 8192  # the most frequent target ids; the whole vocabulary when it is no larger
     steps_ahead: int = 5  # of the training-time test: depth 0 reads true features, each later one the head's own output
     step_decay: float = 0.8  # weight of depth j is step_decay ** j
+    # of a batch's columns that depths behind 0 are trained on, drawn anew for each batch; 1: all. Neighbouring rows of
+    # a depth teach much the same, so that the time buys more as further batches
+    later_share: float = 0.4
     soft_labels: int = 32  # the target's likeliest tokens that make a label
     user_weight: float = 0.2  # of predicting a user's words; the template's own tokens weigh 0, answers 1
     epochs: int = 0  # 0: as many as `minutes` allow, or 6
@@ -44,6 +47,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("epochs", "minutes", "batch_tokens", "user_weight", "warm_up"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        if not 0 < self.later_share <= 1:
+            raise UsageError(f"later_share is {self.later_share}, expected more than 0 and at most 1")
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
 

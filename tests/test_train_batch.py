@@ -30,18 +30,22 @@ def feeder(tmp_path_factory: pytest.TempPathFactory) -> Feeder:
     return Feeder(store.load(), target, DRAFT, STEPS, USER)
 
 
-def test_rows_are_paired_with_what_the_target_foretold(feeder: Feeder) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_rows_are_paired_with_what_the_target_foretold(feeder: Feeder, share: float) -> None:
     chosen, chats = np.array([4, 1]), feeder.chats
-    batch = feeder.batch(chosen)
-    longest = chats.lengths[chosen].max()
+    batch = feeder.batch(chosen, share, np.random.default_rng(3))
+    longest = int(chats.lengths[chosen].max())
+    later = list(range(longest)) if batch.later is None else batch.later.tolist()
+    assert later == sorted(set(later))
+    assert (len(later), batch.later is None) == (round(share * longest), share == 1)
     for depth in range(STEPS):
-        expected = []
+        expected, columns = [], later if depth else list(range(longest))
         for slot, chat in enumerate(chosen):
             start, length = int(chats.offsets[chat]), int(chats.lengths[chat])
-            for row in range(length):
+            for place, row in enumerate(columns):
                 said = row + 2 + depth  # the token that this row predicts
                 if said < length and (weight := WEIGHTS[Role(chats.roles[start + said])]):
-                    expected.append((slot * longest + row, start + said - 1, weight, weight == 1))
+                    expected.append((slot * len(columns) + place, start + said - 1, weight, weight == 1))
         rows = batch.depths[depth]
         parts = (rows.places, rows.labels, rows.weights, rows.answers)
         assert list(zip(*(part.tolist() for part in parts), strict=True)) == expected
@@ -105,6 +109,23 @@ def test_every_depth_is_trained(feeder: Feeder) -> None:
         loss.backward(retain_graph=True)
         assert all(float(p.grad.abs().max()) > 0 for p in head.parameters() if p.grad is not None)
         assert sum(p.grad is None for p in head.parameters()) == 0
+
+
+def test_the_rows_drawn_change_with_the_generator_only(feeder: Feeder) -> None:
+    drawn = [feeder.batch(np.arange(4), 0.4, np.random.default_rng(seed)).later for seed in (1, 1, 2)]
+    a, b, c = (part.tolist() for part in drawn if part is not None)
+    assert a == b != c
+
+
+def test_some_rows_cost_what_they_cost_among_all(feeder: Feeder) -> None:
+    head, chosen = fresh_head(feeder._target.checkpoint.folder, DRAFT.tolist()), np.arange(4)
+    every, some = feeder.batch(chosen), feeder.batch(chosen, 0.4, np.random.default_rng(5))
+    assert some.later is not None
+    outputs = list(head.unroll(every.embedded, every.taps, STEPS))
+    for number, loss in enumerate(losses(head, feeder, some)):
+        rows, columns = some.depths[number], some.later if number else torch.arange(every.taps.shape[1])
+        output = outputs[number][:, columns].flatten(0, 1)[rows.places]
+        torch.testing.assert_close(loss, soft_loss(head.logits(output), *feeder.labels(rows), rows.weights))
 
 
 def test_accepted_counts_runs_of_hits(feeder: Feeder) -> None:

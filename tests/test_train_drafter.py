@@ -135,6 +135,7 @@ def test_prompts_are_answered(target: Path, tmp_path: Path) -> None:
         (["--data", "{data}", "--device", "nowhere"], "device 'nowhere' cannot be used"),
         (["--data", "{data}", "--dtype", "fp8"], "dtype is 'fp8', expected one of auto, bf16, fp32"),
         (["--data", "{data}", "--steps-ahead", "0"], "steps_ahead is 0, expected at least 1"),
+        (["--data", "{data}", "--later-share", "0"], "later_share is 0.0, expected more than 0 and at most 1"),
         (["--data", "{data}", "--epochs", "-1"], "epochs is -1, expected 0 or more"),
     ],
 )

@@ -102,6 +102,21 @@ def test_outputs_depend_on_what_is_seen_only(tmp_path: Path) -> None:
         assert by_token[depth, :last].tolist() == [row >= 7 - depth for row in range(last)]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("columns", [[0], [11], [2, 3, 7, 11], list(range(12))])
+def test_some_rows_are_those_of_all(tmp_path: Path, columns: list[int]) -> None:
+    head = fresh_head(target_folder(tmp_path))
+    draw = torch.Generator().manual_seed(2)
+    embedded = torch.randn(3, 12, WIDTH // 3, generator=draw)
+    taps = torch.randn(3, 12, WIDTH, generator=draw)
+    every = list(head.unroll(embedded, taps, STEPS))
+    some = list(head.unroll(embedded, taps, STEPS, torch.tensor(columns)))
+    assert torch.equal(some[0], every[0])
+    for depth in range(1, STEPS):
+        assert some[depth].shape == (3, len(columns), WIDTH // 3)
+        torch.testing.assert_close(some[depth], every[depth][:, columns], atol=1e-5, rtol=0)
+
+
 def test_parameters_are_named_as_on_disk(tmp_path: Path) -> None:
     names = {name for name, _ in fresh_head(target_folder(tmp_path)).named_parameters()}
     layer = {f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"}

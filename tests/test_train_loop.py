@@ -62,23 +62,25 @@ def test_it_learns_what_the_target_would_say(target: Path, data: Path, tmp_path:
     assert not weights.spec.warnings
 
 
+@pytest.mark.parametrize("share", [1.0, 0.4])
 def test_resumed_equals_uninterrupted(
-    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     """Stopped by a signal after three steps and again after seven, each in the middle of an epoch."""
-    whole, _ = train(target, tmp_path / "whole", data)
+    recipe = msgspec.structs.replace(QUICK, later_share=share)
+    whole, _ = train(target, tmp_path / "whole", data, recipe)
     assert whole.steps > 10
     for after, number, expected in ((3, signal.SIGINT, KeyboardInterrupt), (7, signal.SIGTERM, SystemExit)):
         with monkeypatch.context() as patch:
             stop_after(patch, after, number)
             with pytest.raises(expected) as stopped:
-                train(target, tmp_path / "parts", data)
+                train(target, tmp_path / "parts", data, recipe)
         if expected is SystemExit:
             assert stopped.value.code == 128 + signal.SIGTERM
         state = json.loads((tmp_path / "parts" / "checkpoint" / "state.json").read_text())
         assert state["position"]["step"] == after
         assert not (tmp_path / "parts" / "model.safetensors").exists()
-    resumed, rows = train(target, tmp_path / "parts", data)
+    resumed, rows = train(target, tmp_path / "parts", data, recipe)
     assert "prepared" not in {row["event"] for row in rows}  # the target's answers are there already
     assert (resumed.steps, resumed.per_depth) == (whole.steps, whole.per_depth)
     expected_tensors = head_of(tmp_path / "whole")
