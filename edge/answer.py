@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from starsd.edge.detokenize import TextStream
+from starsd.edge.speculator import Counts
 from starsd.edge.target import Floats
 from starsd.edge.verify import Verdict, verify
 from starsd.shared.sampling import Sampler
@@ -67,6 +68,7 @@ class Answer:
     stream: TextStream
     eos: Collection[int]
     limit: int
+    now: Callable[[], float] = time.perf_counter
     finish_reason: str = ""
     _ids: list[int] = field(default_factory=list)
     _text: list[str] = field(default_factory=list)
@@ -77,7 +79,7 @@ class Answer:
 
     def start(self) -> None:
         """Set the clock: what comes next is the prefill."""
-        self._started = time.perf_counter()
+        self._started = self.now()
 
     def verify(
         self, logits: Floats, tokens: Sequence[int], parents: Sequence[int], *, trusted: int, epsilon: float
@@ -117,10 +119,10 @@ class Answer:
         self._ids += fresh
         if not self.finish_reason and len(self._ids) >= self.limit:
             self.finish_reason = "length"
-        self._prefilled = self._prefilled or time.perf_counter()
+        self._prefilled = self._prefilled or self.now()
         return self._piece(shown, fresh), rows
 
-    def finish(self) -> Piece:
+    def finish(self, counts: Counts) -> Piece:
         """The text still held back, which may yet complete a stop string, and the outcome."""
         rest, stopped = self.stream.finish()
         if stopped:
@@ -132,8 +134,12 @@ class Answer:
             finish_reason=self.finish_reason,
             new_tokens=len(self._ids),
             passes=self._passes,
+            accepted_remote=counts.remote,
+            accepted_ngram=counts.ngram,
+            bytes_up=counts.bytes_up,
+            bytes_down=counts.bytes_down,
             near_ties=self._near_ties,
-            seconds=time.perf_counter() - self._started,
+            seconds=self.now() - self._started,
             prefill_seconds=self._prefilled - self._started,
         )
         return Piece(piece.text, piece.tokens, outcome)

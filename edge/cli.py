@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +11,26 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from starsd.edge.policy import Policy
 from starsd.shared import console
-from starsd.shared.config import DEFAULT_MODEL, DEFAULT_PRECISION, OVERFLOWS, PRECISIONS, Engine, Limits, Sampling
+from starsd.shared.config import (
+    DEFAULT_CODEC,
+    DEFAULT_MODEL,
+    DEFAULT_PRECISION,
+    OVERFLOWS,
+    PRECISIONS,
+    Engine,
+    Limits,
+    Sampling,
+)
 from starsd.shared.errors import UsageError
+from starsd.shared.features import CODECS
 
 if TYPE_CHECKING:
-    from starsd.edge.session import Session
+    from starsd.edge.runtime import Drafting, Runtime
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
-POLICIES = ("plain",)
+POLICIES = tuple(policy.value for policy in Policy)
 CHOICE, LIMITS, ENGINE = Sampling(), Limits(), Engine()
 CHAT_LIMITS = Limits(max_new_tokens=1024, overflow="truncate")
 
@@ -37,6 +49,12 @@ Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer and is not shown; repeatable.")]
 Threads = Annotated[int, typer.Option(help="0: one for each physical core.")]
 MaxContext = Annotated[int, typer.Option(help="Tokens of context; 0: as many as the model was trained for.")]
+Server = Annotated[str, typer.Option(help="Drafter to ask, ws://host:port or wss://host:port.")]
+PolicyName = Annotated[str, typer.Option("--policy", help=f"Where drafts come from: {', '.join(POLICIES)}.")]
+Codec = Annotated[str, typer.Option(help=f"Features on the wire: {', '.join(CODECS)}.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with this device's token, for wss://.")]
+Trust = Annotated[Path | None, typer.Option(help="Certificates to trust beside the system's, PEM.")]
+ProfileName = Annotated[str, typer.Option("--profile", help="Take a device's time: a profile's name or file.")]
 Overflow = Annotated[str, typer.Option(help=f"When a prompt leaves no room: {' or '.join(OVERFLOWS)}.")]
 
 
@@ -52,7 +70,12 @@ def generate(
     precision: Precision = None,
     prompts: Prompts = None,
     prompt: Annotated[str | None, typer.Option(help="One prompt, given here.")] = None,
-    policy: Annotated[str, typer.Option(help="Where drafts come from. Only plain so far: nowhere.")] = "plain",
+    server: Server = "",
+    policy: PolicyName = Policy.NEVER_WAIT.value,
+    profile: ProfileName = "",
+    codec: Codec = DEFAULT_CODEC,
+    token_file: TokenFile = None,
+    trust: Trust = None,
     max_new_tokens: MaxNewTokens = LIMITS.max_new_tokens,
     temperature: Temperature = CHOICE.temperature,
     top_p: TopP = CHOICE.top_p,
@@ -73,8 +96,7 @@ def generate(
     from starsd.edge.generate import answer_all
     from starsd.shared.prompts import Prompt, read_prompts
 
-    if policy not in POLICIES:
-        raise UsageError(f"policy is {policy!r}, expected {' or '.join(POLICIES)}")
+    drafting = _drafting(policy, server, codec, token_file, trust)
     if (prompts is None) == (prompt is None):
         got = "neither --prompts nor --prompt" if prompt is None else "both --prompts and --prompt"
         raise UsageError(f"got {got}, expected one of them")
@@ -91,8 +113,10 @@ def generate(
         seed=seed,
     )
     limits = Limits(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), overflow=overflow)
-    session = _open_session(model, precision, Engine(threads=threads, max_context=max_context))
-    answer_all(session, asked, sampling, limits, progress=console.StderrProgress(), as_json=as_json)
+    with _open(model, precision, Engine(threads=threads, max_context=max_context), drafting, profile) as runtime:
+        answer_all(runtime.session(), asked, sampling, limits, progress=console.StderrProgress(), as_json=as_json)
+        if runtime.link is not None and (notice := runtime.link.channel.notice):
+            print(f"starsd-edge: {notice}", file=sys.stderr)
 
 
 @app.command()
@@ -100,6 +124,11 @@ def chat(
     *,
     model: Model = DEFAULT_MODEL,
     precision: Precision = None,
+    server: Server = "",
+    policy: PolicyName = Policy.NEVER_WAIT.value,
+    codec: Codec = DEFAULT_CODEC,
+    token_file: TokenFile = None,
+    trust: Trust = None,
     system: Annotated[str | None, typer.Option(help="Instructions, in place of the model's own.")] = None,
     max_new_tokens: MaxNewTokens = CHAT_LIMITS.max_new_tokens,
     temperature: Temperature = CHOICE.temperature,
@@ -125,18 +154,26 @@ def chat(
         seed=seed,
     )
     limits = Limits(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), overflow=overflow)
-    session = _open_session(model, precision, Engine(threads=threads, max_context=max_context))
-    ChatTerminal(session, sampling, limits, system=system).run()
+    drafting = _drafting(policy, server, codec, token_file, trust)
+    with _open(model, precision, Engine(threads=threads, max_context=max_context), drafting) as runtime:
+        ChatTerminal(runtime.session(), sampling, limits, system=system).run()
 
 
-def _open_session(model: str, precision: str | None, engine: Engine) -> Session:
-    from starsd.edge.bundle import ensure_bundle
-    from starsd.edge.session import Session
-    from starsd.edge.target import open_target
-    from starsd.edge.text import Text
+def _drafting(policy: str, server: str, codec: str, token_file: Path | None, trust: Path | None) -> Drafting:
+    from starsd.edge.runtime import Drafting
 
-    bundle = ensure_bundle(model, precision)
-    return Session(open_target("onnx", bundle, engine), Text.open(bundle))
+    if policy not in POLICIES:
+        raise UsageError(f"policy is {policy!r}, expected {' or '.join(POLICIES)}")
+    token = token_file.read_text().strip() if token_file is not None else os.environ.get("STARSD_TOKEN", "")
+    return Drafting(policy=Policy(policy), server=server, token=token, trust=trust, codec=codec)
+
+
+def _open(model: str, precision: str | None, engine: Engine, drafting: Drafting, profile: str = "") -> Runtime:
+    from starsd.edge.runtime import Runtime
+    from starsd.shared.profiles import read_profile
+
+    paced = read_profile(profile) if profile else None
+    return Runtime(model, precision, engine=engine, drafting=drafting, profile=paced)
 
 
 def _logit_bias(text: str) -> dict[int, float]:

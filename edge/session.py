@@ -1,6 +1,6 @@
 """One conversation on one target engine: the loop that turns a prompt into tokens.
 
-    read the prompt · draft a tree · score it in one pass · verify · commit what was right · show it · draft …
+    read the prompt · propose a tree · score it in one pass · verify · commit what was right · show it · propose …
 
 The cache keeps what it read: of a conversation's next prompt only what is new goes through the target.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from starsd.edge.answer import Answer, Piece
-from starsd.edge.target import Target
+from starsd.edge.speculator import Speculator
+from starsd.edge.target import Floats, Target
 from starsd.edge.text import Text, shared_length
 from starsd.shared import tree
 from starsd.shared.config import OVERFLOWS, Limits, Sampling
@@ -18,17 +19,22 @@ from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import ContextOverflowError, EngineError, UsageError
 from starsd.shared.sampling import Sampler
 
+READ_AT_ONCE = 256  # tokens of a prompt, after which their features can leave
 TOLERATED_NOISE = 1e-3  # logits; near-ties of less are one choice in thousands, and counted
 
 
 class Session:
-    """Owns `target` and its cache; `text` is the same model's. Runs one generation at a time."""
+    """Owns `target` and its cache; `text` is the same model's. Runs one generation at a time.
 
-    def __init__(self, target: Target, text: Text) -> None:
+    Without a speculator of its own it decodes plainly.
+    """
+
+    def __init__(self, target: Target, text: Text, speculator: Speculator | None = None) -> None:
         self.target = target
         self.text = text
+        self.speculator = speculator or Speculator()
+        self._now = self.speculator.clock.now
         self._cached: list[int] = []  # never claims more than the cache holds: forgets before it, learns after it
-        self._preview: list[int] = []
         self._running: Answer | None = None
         self.forget()
 
@@ -53,7 +59,8 @@ class Session:
         ids = fit(prompt, limits, self.target.context, keep)
         room = self.target.context - len(ids) + 1  # the last token needs no row
         sampler = Sampler(sampling, choice=choice, prompt=ids)
-        answer = Answer(sampler, self.text.stream(limits.stop), self.text.eos, min(limits.max_new_tokens, room))
+        limit = min(limits.max_new_tokens, room)
+        answer = Answer(sampler, self.text.stream(limits.stop), self.text.eos, limit, self._now)
         return self._run(ids, answer, progress)
 
     def forget(self) -> None:
@@ -63,38 +70,32 @@ class Session:
 
     def _run(self, prompt: list[int], answer: Answer, progress: Progress) -> Generator[Piece, None, None]:
         self._running = answer
-        self._preview = []
         answer.start()
-        self._read(prompt[:-1], progress)
-        tip = prompt[-1]
+        self._read(prompt, progress)
         while not answer.finish_reason:
             self._must_be_running(answer)
-            tokens, parents = self._draft(tip)
-            logits = self.target.score(tokens, parents)
-            trusted, epsilon = self._trust(parents)
-            verdict = answer.verify(logits, tokens, parents, trusted=trusted, epsilon=epsilon)
+            proposal = self.speculator.propose(self.target.context - self.target.length)
+            began = self._now()
+            logits = self.target.score(proposal.tokens, proposal.parents)
+            trusted, epsilon = self._trust(proposal.parents)
+            verdict = answer.verify(logits, proposal.tokens, proposal.parents, trusted=trusted, epsilon=epsilon)
             piece, rows = answer.take(verdict)
-            self._commit(tokens, rows)
-            tip, self._preview = verdict.tokens[len(rows) - 1], verdict.preview
+            features = self._commit(proposal.tokens, rows)
+            self.speculator.learn(proposal, verdict, len(rows), features, self._now() - began)
             yield piece
-        yield answer.finish()
+        yield answer.finish(self.speculator.counts)
 
     def _read(self, prompt: list[int], progress: Progress) -> None:
-        """Make the cache hold `prompt`; only what is not there yet goes through the target."""
-        shared = shared_length(self._cached, prompt)
+        """Make the cache hold `prompt` but its last token; only what is not there yet goes through the target."""
+        shared = shared_length(self._cached, prompt[:-1])
         del self._cached[shared:]
         self.target.truncate(shared)
-        if unread := prompt[shared:]:
-            self.target.prefill(unread, progress)
+        self.speculator.begin(prompt, shared)
+        for start in range(shared, len(prompt) - 1, READ_AT_ONCE):
+            unread = prompt[start : min(start + READ_AT_ONCE, len(prompt) - 1)]
+            self.speculator.read(start, self.target.prefill(unread))
             self._cached += unread
-
-    def _draft(self, tip: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the tree to verify next: the tip, and what the last pass expects behind it.
-
-        In plain decoding that is nothing, and the tree its root alone.
-        """
-        tokens = [tip, *self._preview][: self.target.context - self.target.length]
-        return tokens, tree.chain(len(tokens))
+            progress("reading the prompt", len(self._cached) - shared, len(prompt) - 1 - shared)
 
     def _trust(self, parents: Sequence[int]) -> tuple[int, float]:
         """How many leading rows of a pass decide, and how far their logits may be from plain decoding's.
@@ -106,9 +107,10 @@ class Session:
             return len(parents), self.target.branch_noise
         return tree.trunk(parents), self.target.noise
 
-    def _commit(self, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        self.target.commit(rows)
+    def _commit(self, tokens: Sequence[int], rows: Sequence[int]) -> Floats:
+        features = self.target.commit(rows)
         self._cached += [tokens[row] for row in rows]
+        return features
 
     def _must_be_running(self, answer: Answer) -> None:
         if self._running is not answer:

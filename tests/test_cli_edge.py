@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from tiny_session import EOS, ToyTarget, outcome_of, write_text_files
 
-from starsd.edge import bundle, target
+from starsd.edge import runtime
 from starsd.edge.answer import Outcome
 from starsd.edge.chat_terminal import ChatTerminal
 from starsd.edge.cli import main
@@ -22,11 +22,24 @@ from starsd.edge.session import Session
 from starsd.edge.text import Text
 from starsd.shared.config import Engine, Limits, Sampling
 from starsd.shared.errors import ContextOverflowError, MissingExtraError
+from starsd.shared.manifest import Manifest
 
 KEYS = [
     *("id", "token_ids", "text", "finish_reason", "new_tokens", "passes", "accepted_remote", "accepted_ngram"),
     *("near_ties", "seconds", "prefill_seconds", "bytes_up", "bytes_down"),
 ]
+MANIFEST = Manifest(
+    name="toy",
+    source="toy",
+    fingerprint="f" * 64,
+    architecture="toy",
+    flavour="ort",
+    precision="int8",
+    shape=ToyTarget.shape,
+    features=ToyTarget.features,
+    eos=(EOS,),
+    files={},
+)
 LONG = ["--max-new-tokens", "12", "--logit-bias", f'{{"{EOS}": -100}}']
 SAMPLING, LIMITS = Sampling(logit_bias={EOS: -100}), Limits(max_new_tokens=12)
 
@@ -44,8 +57,9 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append((kind, engine))
         return ToyTarget(engine.max_context or 4096)
 
-    monkeypatch.setattr(bundle, "ensure_bundle", ensure)
-    monkeypatch.setattr(target, "open_target", open_toy)
+    monkeypatch.setattr(runtime, "ensure_bundle", ensure)
+    monkeypatch.setattr(runtime, "open_target", open_toy)
+    monkeypatch.setattr(runtime.manifest, "read", lambda folder: MANIFEST)
     return asked
 
 
@@ -69,7 +83,7 @@ def expected(text: Text, question: str, sampling: Sampling = SAMPLING, limits: L
 def test_json_rows_have_the_contracts_keys_in_order(
     opened: list[Any], text: Text, prompts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", "--prompts", prompts, "--json", *LONG]) == 0
+    assert main(["generate", "--prompts", prompts, "--json", "--policy", "plain", *LONG]) == 0
     out, err = capsys.readouterr()
     rows = [json.loads(line) for line in out.splitlines()]
     assert [list(row) for row in rows] == [KEYS, KEYS]
@@ -137,7 +151,19 @@ def test_the_order_of_prompts_changes_nothing(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--prompt", "x", "--policy", "never-wait"], "policy is 'never-wait', expected plain"),
+        (
+            ["--prompt", "x", "--policy", "guess"],
+            "policy is 'guess', expected plain or stop-and-wait or never-wait",
+        ),
+        (
+            ["--prompt", "x", "--policy", "stop-and-wait"],
+            "policy is stop-and-wait without a server, expected --server URL",
+        ),
+        (
+            ["--prompt", "x", "--server", "localhost:80"],
+            "server is 'localhost:80', expected ws://host:port or wss://host:port",
+        ),
+        (["--prompt", "x", "--codec", "int5"], "codec 'int5' is unknown, expected one of fp16, int8, int4"),
         ([], "got neither --prompts nor --prompt, expected one of them"),
         (["--prompt", "x", "--prompts", "y"], "got both --prompts and --prompt, expected one of them"),
         (["--prompts", "missing.jsonl"], "missing.jsonl cannot be read: no such file or directory"),

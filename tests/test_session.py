@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_session import EOS, VOCAB, NoisyBranches, ToyTarget, outcome_of, toy_logits, write_text_files
 
-from starsd.edge import answer
 from starsd.edge.session import Session, fit
+from starsd.edge.speculator import Speculator
 from starsd.edge.target import open_target
 from starsd.edge.text import Text
+from starsd.shared.clock import Mailbox
 from starsd.shared.config import Engine, Limits, Sampling
+from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import ContextOverflowError, EngineError, UsageError
 from starsd.shared.sampling import Sampler
 
@@ -179,11 +181,35 @@ def test_a_stop_string_may_be_complete_only_at_the_end(text: Text) -> None:
     assert (outcome.token_ids, outcome.text, outcome.finish_reason) == ([a, half], "a", "stop")
 
 
-def test_seconds_are_those_of_start_first_token_and_end(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer.time, "perf_counter", iter([10.0, 12.0, 20.0]).__next__)
-    [*_, last] = Session(ToyTarget(), text).generate(PROMPT, Sampling(logit_bias={EOS: -100}), Limits(max_new_tokens=5))
+class Timed(ToyTarget):
+    """Reading a prompt takes a second, a pass two; it is the clock, too."""
+
+    seconds = 10.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def mailbox(self) -> Mailbox[Any]:
+        raise NotImplementedError
+
+    def prefill(self, tokens: Sequence[int], progress: Progress = no_progress) -> Any:
+        self.seconds += 1
+        return super().prefill(tokens, progress)
+
+    def score(self, tokens: Sequence[int], parents: Sequence[int]) -> Any:
+        self.seconds += 2
+        return super().score(tokens, parents)
+
+
+def test_seconds_are_those_of_start_first_token_and_end(text: Text) -> None:
+    target = Timed()
+    session = Session(target, text, Speculator(clock=target))
+    [*_, last] = session.generate(PROMPT, Sampling(logit_bias={EOS: -100}), Limits(max_new_tokens=5))
     assert last.outcome is not None
-    assert (last.outcome.prefill_seconds, last.outcome.seconds, last.outcome.tokens_per_second) == (2.0, 10.0, 0.5)
+    assert (last.outcome.prefill_seconds, last.outcome.seconds, last.outcome.tokens_per_second) == (3.0, 11.0, 0.5)
 
 
 def test_pieces_never_hold_half_a_character(text: Text) -> None:

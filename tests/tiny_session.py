@@ -78,7 +78,10 @@ class ToyTarget:
         tree.check(parents)
         self._pass = list(tokens), list(parents)
         paths = [tree.path_to(parents, row) for row in range(len(tokens))]
-        return np.stack([toy_logits([*self.rows, *(tokens[row] for row in path)]) for path in paths])
+        return np.stack([self.logits([*self.rows, *(tokens[row] for row in path)]) for path in paths])
+
+    def logits(self, context: Sequence[int]) -> NDArray[np.float32]:
+        return toy_logits(context)
 
     def commit(self, rows: Sequence[int]) -> NDArray[np.float32]:
         if self._pass is None:
@@ -95,6 +98,9 @@ class ToyTarget:
             raise EngineError(f"truncate to {length} of {len(self.rows)}")
         del self.rows[length:]
         self._pass = None
+
+    def sibling(self) -> ToyTarget:
+        return type(self)(self.context)
 
     def _require(self, count: int) -> None:
         if len(self.rows) + count > self.context:

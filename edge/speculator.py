@@ -1,0 +1,177 @@
+"""Proposes what the next pass verifies, and learns from what came of it: one conversation's drafts from all sources.
+
+    begin(prompt) · read(features) … · propose → pass → learn · propose → pass → learn …
+
+With the policy `plain` it proposes the tip alone, which is plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starsd.edge.drafts import Drafts, Node, Source, layout
+from starsd.edge.estimates import Calibration, PassCosts, ngram_step
+from starsd.edge.ngram import NgramIndex
+from starsd.edge.policy import MOST_DRAFTS, Budget, Patience, Policy, budget
+from starsd.edge.remote import RemoteSession
+from starsd.edge.verify import Verdict
+from starsd.shared.clock import REAL, Clock
+from starsd.shared.features import Floats
+
+GIVE_UP = 2.0  # seconds that stop-and-wait waits for a draft before it takes a plain step
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A tree to verify: `tokens` and `parents` of all rows, the tip first; `nodes` are those of the rows behind it."""
+
+    tokens: list[int]
+    parents: list[int]
+    nodes: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class Counts:
+    """Of one answer: drafts accepted, by who proposed them; seconds spent waiting for one; bytes on the wire."""
+
+    remote: int = 0
+    ngram: int = 0
+    waited: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class Speculator:
+    """What it learned about costs and acceptance outlives a conversation; its drafts do not."""
+
+    def __init__(
+        self,
+        policy: Policy = Policy.PLAIN,
+        remote: RemoteSession | None = None,
+        *,
+        clock: Clock = REAL,
+        ngrams: bool = True,
+        costs: PassCosts | None = None,
+    ) -> None:
+        self.policy, self.remote = policy, remote
+        self.costs = costs or PassCosts()
+        self.calibration = Calibration()
+        self.patience = Patience()
+        self.counts = Counts()
+        self.clock = clock
+        self._tokens: list[int] = []
+        self._drafts = Drafts(self._tokens)
+        self._ngrams = NgramIndex(self._tokens) if ngrams and policy is Policy.NEVER_WAIT else None
+        self._base = -1  # of the newest draft that came
+        self._epoch = 0  # that node numbers are of
+        self._began = 0.0
+        self._traffic = 0, 0  # bytes up and down before this answer
+
+    @property
+    def speculates(self) -> bool:
+        return self.policy is not Policy.PLAIN
+
+    def begin(self, prompt: Sequence[int], kept: int) -> None:
+        """The conversation is now `prompt`, the first `kept` tokens of which are what they were."""
+        self._tokens[:] = prompt
+        self.counts = Counts()
+        if self.speculates:
+            self._drafts.begin()
+            if self._ngrams is not None:
+                self._ngrams.begin()
+            if self.remote is not None:
+                self._traffic = self.remote.bytes_up, self.remote.bytes_down
+                self.remote.begin(prompt, kept)
+        self._base, self._began = -1, self.clock.now()
+
+    def read(self, start: int, features: Floats) -> None:
+        """What the target computed for the prompt's tokens from `start` on."""
+        if self.speculates and self.remote is not None:
+            self.remote.features(start, features)
+
+    def propose(self, room: int) -> Proposal:
+        """The tree to verify now, of at most `room` rows."""
+        tip = self._tokens[-1]
+        self._began = self.clock.now()
+        if not self.speculates:
+            return Proposal([tip], [-1])
+        self._collect(0.0)
+        nodes, held = self._choose(room)
+        while (wait := self._patience(held)) > 0 and self._collect(wait):
+            nodes, held = self._choose(room)
+        self.counts.waited += self.clock.now() - self._began
+        if self._settled():
+            self.patience.saw_fresh(held)
+        rows, parents = layout(nodes)
+        return Proposal([tip, *(node.token for node in rows)], parents, rows)
+
+    def learn(self, proposal: Proposal, verdict: Verdict, kept: int, features: Floats, seconds: float) -> None:
+        """A pass took `seconds` and committed the first `kept` tokens of its verdict; `features` (kept, width)."""
+        tokens, rows = verdict.tokens[:kept], verdict.rows[:kept]
+        start = len(self._tokens)
+        self._tokens += tokens
+        if not self.speculates:
+            return
+        self.costs.observe(len(proposal.tokens), seconds)
+        self._judge(proposal, rows, tokens)
+        if self.remote is not None:
+            self.remote.commit(tokens)
+            self.remote.features(start - 1, features)
+            up, down = self._traffic
+            self.counts.bytes_up, self.counts.bytes_down = self.remote.bytes_up - up, self.remote.bytes_down - down
+        self._drafts.commit()
+        if kept == len(verdict.tokens):
+            self._drafts.expect(verdict.preview)
+        self.patience.passed(kept, self.clock.now() - self._began)
+
+    def _collect(self, wait: float) -> bool:
+        """Graft what has arrived; whether something had."""
+        if self.remote is None:
+            return False
+        arrived = self.remote.drafts(wait)
+        if self.remote.epoch != self._epoch:
+            self._epoch = self.remote.epoch
+            self._drafts.renumber()
+        for draft in arrived:
+            self._drafts.graft(draft)
+            self._base = max(self._base, draft.base)
+        return bool(arrived)
+
+    def _choose(self, room: int) -> tuple[list[Node], Budget]:
+        """The drafts that are worth verifying now."""
+        if self._ngrams is not None:
+            matched, tokens = self._ngrams.propose()
+            if matched:
+                self._drafts.suggest(tokens, ngram_step(matched))
+        found = self._drafts.best(min(MOST_DRAFTS, room - 1), self.calibration.probability)
+        chosen = budget([probability for _, probability in found], self.costs)
+        return [node for node, _ in found[: chosen.drafts]], chosen
+
+    def _patience(self, held: Budget) -> float:
+        """Seconds that it is worth waiting for more than what is held."""
+        remote = self.remote
+        if remote is None or not remote.live or self._settled():
+            return 0.0
+        if self.policy is Policy.STOP_AND_WAIT:
+            return self._began + GIVE_UP - self.clock.now()
+        due = remote.due
+        return due.latest if due is not None and self.patience.worth_waiting(held, due.likely) else 0.0
+
+    def _settled(self) -> bool:
+        """Whether the newest draft is from the tip, and all that will come of it."""
+        return self.remote is not None and self.remote.resting and self._base == len(self._tokens)
+
+    def _judge(self, proposal: Proposal, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Count what was right, and compare every child of every accepted row with the token that was chosen there."""
+        children = self._drafts.roots
+        for step, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            if step:
+                node = proposal.nodes[row - 1]
+                children = node.children
+                if node.source is Source.REMOTE:
+                    self.counts.remote += 1
+                else:
+                    self.counts.ngram += 1
+            for child in children:
+                self.calibration.observe(child, child.token == token)
