@@ -96,15 +96,12 @@ class Runtime:
             from starsd.edge.link import Link
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "websockets", "edge") from error
-        drafting, padding = self.drafting, 0
-        if self.profile is not None:
-            row = codec(drafting.codec).row_bytes
-            padding = max(0, row(self.profile.hidden) - row(self.model.shape.hidden))
+        drafting, hidden = self.drafting, self.model.shape.hidden
         return Link(
             drafting.server,
             token=drafting.token,
             trust=drafting.trust,
             client=f"starsd-edge {version('starsd')}",
             codec_name=drafting.codec,
-            padding=padding,
+            padding=self.profile.padding(drafting.codec, hidden) if self.profile is not None else 0,
         )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from starsd.scripts import bench_drafter, bench_engine
+from starsd.scripts import bench_acceptance, bench_drafter, bench_engine, bench_link, bench_record, bench_wire
 from starsd.shared.config import DEFAULT_MODEL, PRECISIONS
 from starsd.shared.console import emit
 from starsd.shared.errors import MissingExtraError, UsageError
@@ -16,6 +16,10 @@ bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, pret
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")]
 _DRAFTER = bench_drafter.DrafterBench()
+bench_app.command("acceptance")(bench_acceptance.command)
+bench_app.command("link")(bench_link.command)
+bench_app.command("record")(bench_record.command)
+bench_app.command("wire")(bench_wire.command)
 
 
 @bench_app.callback()

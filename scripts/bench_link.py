@@ -32,7 +32,6 @@ from starsd.server.packaged import packaged_head
 from starsd.shared.config import DEFAULT_CODEC, DEFAULT_MODEL, Limits, Sampling
 from starsd.shared.console import StderrProgress, emit
 from starsd.shared.errors import UsageError
-from starsd.shared.features import codec
 from starsd.shared.profiles import Profile, read_profile
 
 DOWN = "down"
@@ -84,13 +83,12 @@ def _measure(bench: LinkBench, head: VirtualHead, recordings: Recordings, rtt: s
             jitter_ms=bench.jitter_ms,
         )
         server = VirtualServer(clock, [head.on(clock, bench.limits, bench.cost)], bench.limits, bench.schedule)
-        row = codec(bench.codec).row_bytes
         line = VirtualLine(
             server,
             "edge",
             settings,
             codec_name=bench.codec,
-            padding=max(0, row(bench.profile.hidden) - row(about.shape.hidden)),
+            padding=bench.profile.padding(bench.codec, about.shape.hidden),
             projectors=lambda info: head.projector,
         )
         if rtt != DOWN:

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from starsd.scripts.bench import bench_app
+from starsd.scripts.demo import demo
 from starsd.scripts.doctor import doctor
+from starsd.scripts.link_command import link_emulator
 from starsd.shared.config import DEFAULT_MODEL
 from starsd.shared.console import StderrProgress, emit, run
 
@@ -21,7 +23,9 @@ app = typer.Typer(
 models = typer.Typer(help="What is stored on this machine.", no_args_is_help=True)
 app.add_typer(models, name="models")
 app.add_typer(bench_app, name="bench")
+app.command()(demo)
 app.command()(doctor)
+app.command("link-emulator")(link_emulator)
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")]
 

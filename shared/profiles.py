@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from starsd.shared.errors import UsageError
+from starsd.shared.features import codec
 
 _SHIPPED = Path(__file__).parent / "assets" / "profiles"
 _SUFFIX = ".json"
@@ -50,6 +51,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if tokens == 0:
             return 0.0
         return self.pass_seconds(tokens) if self.prefill_tok_s is None else tokens / self.prefill_tok_s
+
+    def padding(self, codec_name: str, hidden: int) -> int:
+        """Bytes behind every row of features `hidden` wide that make it weigh what this model's rows would."""
+        size = codec(codec_name).row_bytes
+        return max(0, size(self.hidden) - size(hidden))
 
     @property
     def plain_tok_s(self) -> float:

@@ -87,7 +87,8 @@ def test_edge_extra_is_light(wheel: Path) -> None:
         info = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         required = message_from_string(archive.read(info).decode()).get_all("Requires-Dist") or []
     edge = {line.split(";")[0].split(">")[0] for line in required if 'extra == "edge"' in line or "extra" not in line}
-    assert edge == {"jinja2", "msgspec", "numpy", "onnxruntime", "rich", "tokenizers", "typer"}
+    light = {"jinja2", "msgspec", "numpy", "onnxruntime", "rich", "threadpoolctl", "tokenizers", "typer", "websockets"}
+    assert edge == light
     assert not [line for line in required if line.startswith(("tensorrt", "onnxruntime-gpu"))]
 
 

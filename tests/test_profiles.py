@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from starsd.shared.errors import UsageError
+from starsd.shared.features import codec
 from starsd.shared.profiles import Profile, read_profile, shipped
 
 NX = "orin-nx-16gb-8b"
@@ -104,3 +105,10 @@ def test_unknown_names_and_files(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(UsageError, match=r"broken.json cannot be read: Input data was truncated$"):
         read_profile(tmp_path / "broken.json")
+
+
+def test_padding_makes_a_row_as_heavy_as_the_devices() -> None:
+    profile = read_profile("orin-nx-16gb-8b")
+    size = codec("int8").row_bytes
+    assert size(576) + profile.padding("int8", 576) == size(4096) == 4112
+    assert profile.padding("int4", 8192) == 0

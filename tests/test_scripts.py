@@ -152,57 +152,52 @@ def test_set_up_takes_a_versioned_python_when_python3_does_not_fit(clone: Clone)
     assert clone.done() == ALL
 
 
-# Stands for starsd-edge: the same answer twice, once as text and once as JSON.
-FAKE_EDGE = """#!/bin/sh
-case "$*" in
-*--json*) echo '{"text": "Light scatters.", "new_tokens": 5, "seconds": 3.0, "prefill_seconds": 1.0}' ;;
-*) echo "$ANSWER"; touch "$TMPDIR/answering"; sleep ${PAUSE:-0} ;;
-esac
+# Stands for starsd: notes what it is asked, and answers when it is told to.
+FAKE_STARSD = """#!/bin/sh
+echo "$*" >>"$LOG"
+touch "$LOG.begun"
+trap 'kill $!; echo cleaned >>"$LOG"; exit 130' INT
+sleep ${PAUSE:-0} &
+wait $!
+echo '{"edges":4,"identical":true}'
+exit ${STATUS:-0}
 """
 
 
-def start_demo(folder: Path, answer: str = "Light scatters.", pause: str = "0") -> subprocess.Popen[str]:
+def start_demo(folder: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
-    (programs / "python").symlink_to(sys.executable)
-    (programs / "starsd-edge").write_text(FAKE_EDGE)
-    (programs / "starsd-edge").chmod(0o755)
+    (programs / "starsd").write_text(FAKE_STARSD)
+    (programs / "starsd").chmod(0o755)
     (folder / "scripts").mkdir()
-    (folder / "scripts" / "setup.sh").write_text("")
+    (folder / "scripts" / "setup.sh").write_text('echo set up >>"$LOG"')
     shutil.copy(ROOT / "scripts" / "demo.sh", folder / "scripts")
-    (folder / "tmp").mkdir()
     return subprocess.Popen(
-        ["bash", str(folder / "scripts" / "demo.sh"), "Why", "blue?"],
-        env={**os.environ, "TMPDIR": str(folder / "tmp"), "ANSWER": answer, "PAUSE": pause},
+        ["bash", str(folder / "scripts" / "demo.sh"), *options],
+        env={**os.environ, "LOG": str(folder / "log"), **variables},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
 
 
-def test_demo_ends_with_one_json_object(tmp_path: Path) -> None:
-    with start_demo(tmp_path) as process:
+@pytest.mark.parametrize("status", [0, 1])
+def test_demo_sets_up_and_passes_on(status: int, tmp_path: Path) -> None:
+    with start_demo(tmp_path, "--rtt", "20", "--head", "a b", STATUS=str(status)) as process:
         lines = process.communicate()[0].splitlines()
-    assert process.returncode == 0
-    assert lines[:3] == ["Why blue?", "", "Light scatters."]
-    assert lines[-2] == "5 tokens, 2.0 tok/s"
-    assert json.loads(lines[-1]) == {"edges": 1, "identical": True, "new_tokens": 5, "tok_s": 2.0}
+    assert process.returncode == status
+    assert json.loads(lines[-1]) == {"edges": 4, "identical": True}
+    assert (tmp_path / "log").read_text().splitlines() == ["set up", "demo --rtt 20 --head a b"]
 
 
-def test_demo_fails_when_the_answers_differ(tmp_path: Path) -> None:
-    with start_demo(tmp_path, answer="It is painted.") as process:
-        lines = process.communicate()[0].splitlines()
-    assert process.returncode == 1
-    assert json.loads(lines[-1])["identical"] is False
-
-
-def test_demo_cleans_up_when_interrupted(tmp_path: Path) -> None:
-    with start_demo(tmp_path, pause="60") as process:
+def test_demo_is_interrupted_as_its_command_is(tmp_path: Path) -> None:
+    with start_demo(tmp_path, PAUSE="60") as process:
         started = time.monotonic()
-        while not (tmp_path / "tmp" / "answering").exists():
+        while not (tmp_path / "log.begun").exists():
             assert time.monotonic() < started + 30
             time.sleep(0.02)
+        time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=30)  # until everybody who could still write is gone
     assert process.returncode == 130
-    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["answering"]
+    assert (tmp_path / "log").read_text().splitlines() == ["set up", "demo", "cleaned"]
