@@ -6,6 +6,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import msgspec
@@ -57,8 +58,11 @@ def emit(row: Any) -> None:
 def run(app: Callable[..., Any], argv: Sequence[str] | None, prog: str, extra: str) -> int:
     """Run a typer app as a command: our own errors become one line on stderr and exit status 1.
 
-    So does a library that is not installed; `extra` is what brings this command's.
+    So does a library that is not installed; `extra` is what brings this command's. `--version` alone says the version.
     """
+    if (sys.argv[1:] if argv is None else list(argv)) == ["--version"]:
+        print(f"{prog} {version('starsd')}")
+        return 0
     try:
         app(args=None if argv is None else list(argv), prog_name=prog)
         status: Any = 0

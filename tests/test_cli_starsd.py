@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import importlib
 import io
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,10 @@ def test_pull_of_an_unknown_name_is_one_line_and_status_1(
     assert out == ""
     assert err.startswith("starsd: model 'smollm9' is unknown, expected one of smollm2-135m, hf:org/name or")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["starsd", "starsd-edge", "starsd-server", "starsd-export"])
+def test_every_command_says_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = {"starsd": "scripts"}.get(command, command.removeprefix("starsd-"))
+    assert importlib.import_module(f"starsd.{module}.cli").main(["--version"]) == 0
+    assert capsys.readouterr() == (f"{command} {version('starsd')}\n", "")
