@@ -98,6 +98,8 @@ class BatchDrafter:
         while late := [session for session in late if session.waiting or session.behind]:
             if not self.advance([(session, 1) for session in late]) and not any(session.waiting for session in late):
                 break
+        if faults := [session.fault for session in sessions if session.fault]:
+            raise ModelError(faults[0])
         if late or not all(session.ready for session in sessions):
             raise UsageError("nothing to draft from, expected features of the newest rows")
         slots = torch.tensor([session.slot for session in sessions], device=self.layer.device)
@@ -134,10 +136,13 @@ class BatchDrafter:
             latents, feeds = self.pool.hidden[slots, latent_at], self.pool.hidden[slots, fed_at]
             self.pool.hidden[slots, self.pool.latent], self.pool.hidden[slots, self.pool.fed] = latents, feeds
         room, landing = LANDING, []
-        for session in sessions:
-            while (chunk := session.take_features(room)) is not None:
-                landing.append((session, *chunk))
-                room -= len(chunk[0])
+        late = [session for session in sessions if session.waiting]
+        for share in (LANDING // max(len(late), 1), LANDING):  # whoever has much must not keep others waiting
+            for session in late:
+                own = min(room, max(share, 1))
+                while (chunk := session.take_features(own)) is not None:
+                    landing.append((session, *chunk))
+                    own, room = own - len(chunk[0]), room - len(chunk[0])
         for projected in (False, True):
             self._land([item for item in landing if item[0].projected == projected], projected)
 

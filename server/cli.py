@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
+from starsd.server.auth import add_token
+from starsd.server.config import SERVER
 from starsd.server.drafter import Draft, DynamicTree, open_drafter
+from starsd.server.limits import LIMITS, SCHEDULES
 from starsd.server.recording import read_recording
 from starsd.shared import console
 from starsd.shared.errors import MissingExtraError
@@ -21,6 +26,65 @@ DEFAULT = DynamicTree()
 @app.callback()
 def _server() -> None:
     """The drafter in the cloud."""
+
+
+@app.command()
+def run(
+    *,
+    model: Annotated[list[str], typer.Option(help="NAME or NAME=HEAD; once for each model that is served.")],
+    head: Annotated[str | None, typer.Option(help="Folder or hf:org/name; default: the packaged one.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = SERVER.host,
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = SERVER.port,
+    schedule: Annotated[str, typer.Option(help=", ".join(SCHEDULES))] = SERVER.schedule,
+    dev: Annotated[bool, typer.Option("--dev", help="This machine only, without TLS and tokens.")] = SERVER.dev,
+    workers: Annotated[int, typer.Option(help="Drafter processes.")] = SERVER.workers,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Devices that may connect; see starsd-server token.")] = None,
+    slots: Annotated[int, typer.Option(help="Sessions of a head and worker.")] = LIMITS.slots,
+    window: Annotated[int, typer.Option(help="Rows of a session that the drafter looks back on.")] = LIMITS.window,
+    nodes: Annotated[int, typer.Option(help="Nodes of a tree, root included.")] = LIMITS.nodes,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or int8 products (cpu).")] = SERVER.dtype,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = SERVER.device,
+    threads: Annotated[int, typer.Option(help="Threads of a drafter process.")] = SERVER.threads,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, when ready.")] = False,
+) -> None:
+    """Draft for edges that connect, until SIGTERM. SIGHUP loads heads and tokens again."""
+    from starsd.server.run import models
+    from starsd.server.run import run as serve
+
+    config = msgspec.structs.replace(
+        SERVER,
+        models=models(model, head),
+        host=host,
+        port=port,
+        schedule=schedule,
+        dev=dev,
+        workers=workers,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tokens=tokens,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        limits=msgspec.structs.replace(LIMITS, slots=slots, window=window, nodes=nodes),
+    )
+    asyncio.run(serve(config, as_json=as_json))
+
+
+@app.command()
+def token(
+    device: Annotated[str, typer.Argument(help="Name of the device.")],
+    *,
+    tokens: Annotated[Path, typer.Option(help="File of all devices; made when it is not there.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Make a device's token, in place of its old one, and print it: it is shown only now."""
+    made = add_token(device, tokens)
+    if as_json:
+        console.emit({"device": device, "token": made})
+    else:
+        print(made)
 
 
 @app.command()

@@ -61,7 +61,7 @@ class LiveSession:
         self.tree = tree
         self.projected = projected
         self.fault = ""
-        self._vocab, self._width = vocab, width
+        self._vocab, self.width = vocab, width
         self._entries = limits.entries
         self._latent, self._fed = limits.entries, limits.entries + 1  # as in SlotPool.hidden
         self._close: Callable[[int], None] | None = close
@@ -78,7 +78,14 @@ class LiveSession:
         """Committed tokens; the root is the newest of them."""
         return self.rows.tokens
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def begin(self, tokens: int) -> None:
+        """The text goes on behind `tokens` tokens that nobody here knows; only while the session holds none."""
+        self._check()
+        if self.rows.tokens:
+            raise UsageError(f"session holds {self.rows.tokens} tokens, expected none: truncate it to 0 first")
+        self.rows.begin(tokens)
+
+    def commit(self, tokens: Sequence[int] | Ints) -> None:
         """Append the ids that the target committed: a prompt, or a verdict, which re-roots the tree."""
         self._check()
         ids = np.asarray(tokens, np.int64)
@@ -101,10 +108,11 @@ class LiveSession:
         """True features (n, width) of rows from `start` on, in any order and any pieces; the next pass takes them."""
         self._check()
         rows = self.rows.wanted(start, len(features))
-        if features.ndim != 2 or features.shape[1] != self._width:
-            raise UsageError(f"features have shape {list(features.shape)}, expected [rows, {self._width}]")
+        if features.ndim != 2 or features.shape[1] != self.width:
+            raise UsageError(f"features have shape {list(features.shape)}, expected [rows, {self.width}]")
         if not np.isfinite(features).all():
             raise UsageError("features are not finite: the target overflowed or the transfer broke them")
+        self._drop_queued()
         waiting = sum(len(rows) for rows, _ in self._queue)
         if waiting + len(rows) > self.rows.window:
             raise UsageError(f"{waiting + len(rows)} rows of features wait, expected at most {self.rows.window}")
@@ -112,11 +120,14 @@ class LiveSession:
             self._queue.append((rows, np.array(features[len(features) - len(rows) :], np.float32)))
 
     def truncate(self, tokens: int) -> None:
-        """Keep the first `tokens` committed tokens. Growth goes on when features of the newest rows have come."""
+        """Keep the first `tokens` committed tokens. Growth goes on when features of the newest rows have come.
+
+        Nodes that were handed out are forgotten, and numbered from 0 again.
+        """
         self._check()
         self.rows.truncate(tokens)
-        kept = [(rows[rows < self.rows.count], features[rows < self.rows.count]) for rows, features in self._queue]
-        self._queue = deque(chunk for chunk in kept if len(chunk[0]))
+        self._drop_queued()
+        self.tree.wipe()
         self.tree.reset(self.rows.root)
         if self._row >= self.rows.count:
             self._row, self._ran = -1, False
@@ -128,15 +139,24 @@ class LiveSession:
         self.tree.reset(self.rows.root)
 
     def close(self) -> None:
-        """Give the slot back, zeroed. Closing twice is fine, everything else afterwards is refused."""
+        """Give the slot back; it is zeroed, as are tokens here. Closing twice is fine, all else is refused then."""
         if self._close is not None:
             self._close(self.slot)
             self._close = None
+            for _, features in self._queue:
+                features[:] = 0
+            self._queue.clear()
+            self.rows.begin(0)
+            self.tree.wipe()
 
-    def delta(self, total: int, *, official: bool = False) -> Delta:
-        """Nodes of the best `total` that were not handed out before."""
+    def delta(self, total: int, *, official: bool = False, least: int = 0, most: int | None = None) -> Delta:
+        """Nodes of the best `total` that were not handed out before, so many of them (see `LiveTree.delta`)."""
         self._check()
-        return self.tree.delta(total, official=official)
+        return self.tree.delta(total, official=official, least=least, most=most)
+
+    @property
+    def closed(self) -> bool:
+        return self._close is None
 
     @property
     def ready(self) -> bool:
@@ -152,6 +172,25 @@ class LiveSession:
     def behind(self) -> bool:
         """Whether the newest row has to run before any node."""
         return self._row < self.rows.last or not self._ran or self.tree.root_due
+
+    @property
+    def told(self) -> int:
+        """Nodes that were handed out since the last truncation."""
+        return self.tree.nodes.told
+
+    @property
+    def newest_fed(self) -> int:
+        """The newest row whose true feature has come, though no pass may have taken it; -1: none."""
+        queued = (int(rows[-1]) for rows, _ in self._queue)
+        return max(self.rows.newest_true, *queued, -1)
+
+    def wants(self, total: int) -> int:
+        """Rows that the next pass could run: one that is behind, or all nodes that are due; features not counted."""
+        if not self.ready:
+            return 0
+        if self.behind:
+            return 1
+        return len(self.tree.frontier(self._entries + 1, total)) or int(self._older)
 
     def at_rest(self, total: int, *, official: bool = False) -> bool:
         """Whether passes would change nothing about the best `total`, until tokens or features come."""
@@ -248,6 +287,12 @@ class LiveSession:
             entries=entries,
             nodes=nodes,
         )
+
+    def _drop_queued(self) -> None:
+        """Forget features that wait for rows which are no more, or no longer in the window."""
+        count, window = self.rows.count, self.rows.window
+        marked = [(rows, features, (rows < count) & (rows >= count - window)) for rows, features in self._queue]
+        self._queue = deque((rows[kept], features[kept]) for rows, features, kept in marked if kept.any())
 
     def _check(self) -> None:
         if self._close is None:

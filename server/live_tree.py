@@ -28,16 +28,19 @@ from starsd.server.tree_nodes import ROOT, Marks, Nodes
 
 @dataclass(frozen=True)
 class Delta:
-    """Nodes that were not sent before, parents first: `numbers`, `parents`, `tokens` int64 (n,), `scores` float32 (n,).
+    """Nodes that were not sent before, parents first: `parents`, `tokens` int64 (n,), `steps` float32 (n,).
 
-    Parents are numbers: of the root, of an earlier delta or of this one. Scores are from the present root down.
+    They are numbered from `first` on. Parents are numbers, of an earlier delta or of this one; -1 is the present root.
+    Steps are log-probabilities after the parent.
     """
 
-    root: int
-    numbers: Ints
+    first: int
     parents: Ints
     tokens: Ints
-    scores: Floats
+    steps: Floats
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 class LiveTree:
@@ -69,6 +72,11 @@ class LiveTree:
         self._free[:] = True
         self._sees[:] = False
         self.nodes.reset(root)
+
+    def wipe(self) -> None:
+        """Forget also what was sent: numbers start anew."""
+        self.nodes.wipe()
+        self.reset(0)
 
     def invalidate(self) -> None:
         """The rows below the tree changed: every expansion is due again."""
@@ -163,13 +171,19 @@ class LiveTree:
         parents = np.where(nodes == ROOT, -1, self.nodes.places(nodes)[self.nodes.parent[nodes]])
         return Draft(self.nodes.token[nodes], parents, self.nodes.score[nodes])
 
-    def delta(self, total: int, *, official: bool = False) -> Delta:
-        """Those of `best(total)` that were not sent before; they count as sent from now on."""
+    def delta(self, total: int, *, official: bool = False, least: int = 0, most: int | None = None) -> Delta:
+        """Those of `best(total)` that were not sent before, the best `most` of them; they count as sent from now on.
+
+        Where there are fewer than `least`, none.
+        """
         own, nodes = self.nodes, self._ordered(total, official)
         nodes = nodes[~own.sent[nodes]]
-        own.sent[nodes] = True
-        parents = own.number[own.parent[nodes]]
-        return Delta(int(own.number[ROOT]), own.number[nodes], parents, own.token[nodes], own.score[nodes])
+        if most is not None and len(nodes) > most:
+            nodes = nodes[np.isin(nodes, self._top(nodes, most))]
+        if len(nodes) < least:
+            nodes = nodes[:0]
+        first = own.tell(nodes)
+        return Delta(first, own.number[own.parent[nodes]], own.token[nodes], own.step[nodes])
 
     def _due(self, nodes: Ints) -> Ints:
         """Those of these nodes that are to be expanded, in the same order."""

@@ -26,6 +26,7 @@ class Rows:
         self.count = 0
         self.tip: int | None = None  # the newest token, None before the first or when it is no longer known
         self._started = False
+        self._known = 0  # the first row whose token after it is known
         self._following = np.zeros(window, np.int64)  # token i + 1 of row i
         self._held = np.full(window, -1)
         self._true = np.zeros(window, np.bool_)
@@ -52,11 +53,20 @@ class Rows:
         following = ids if self._started else ids[1:]
         self.tip, self._started = int(ids[-1]), True
         self.count += len(following)
+        self._known = max(self._known, self.count - self.window)
         kept = following[-self.window :]
         places = np.arange(self.count - len(kept), self.count) % self.window
         self._following[places] = kept
         self._held[places] = -1
         self._true[places] = False
+
+    def begin(self, tokens: int) -> None:
+        """Forget everything; the text goes on behind `tokens` tokens that stay unknown."""
+        self._following[:] = 0
+        self._held[:] = -1
+        self._true[:] = False
+        self._started, self.tip = tokens > 0, None
+        self.count = self._known = max(tokens - 1, 0)
 
     def following(self, rows: Ints) -> Ints:
         """The token after each of these rows."""
@@ -70,7 +80,7 @@ class Rows:
                 f"features are for rows {start} to {start + count - 1}, expected rows below {self.count}: "
                 "a feature needs the token after it"
             )
-        return np.arange(max(start, self.count - self.window), start + count)
+        return np.arange(max(start, self._known), start + count)
 
     def hold(self, rows: Ints, *, true: bool) -> None:
         """K/V of these rows is in place."""
@@ -82,12 +92,13 @@ class Rows:
         """Keep the first `tokens` tokens, hence one row less, and forget the rest."""
         if not 0 <= tokens <= self.tokens:
             raise UsageError(f"truncate to {tokens} tokens, expected 0 to {self.tokens}")
-        oldest, self.count = self.count - self.window, max(tokens - 1, 0)
+        self.count = max(tokens - 1, 0)
         gone = self._held >= self.count
         self._held[gone] = -1
         self._true[gone] = False
         self._started = tokens > 0
-        self.tip = int(self._following[self.last % self.window]) if self.last >= max(oldest, 0) else None
+        known, self._known = self._known, min(self._known, self.count)
+        self.tip = int(self._following[self.last % self.window]) if self.last >= known else None
 
     @property
     def newest_true(self) -> int:

@@ -33,7 +33,7 @@ class Nodes:
     rank: Ints = _column("_whole", 3)  # among its siblings, best first
     entry: Ints = _column("_whole", 4)  # where its K/V is, -1: nowhere
     epoch: Ints = _column("_whole", 5)  # of its expansion, -1: none
-    number: Ints = _column("_whole", 6)  # what the receiver knows it by, never used twice
+    number: Ints = _column("_whole", 6)  # what the receiver knows it by, see `tell`; -1: the root, or not sent
     step: Floats = _column("_real", 0)  # log-probability after its parent
     score: Floats = _column("_real", 1)  # sum of steps from the root, which has 0
     sent: Marks = _column("_flags", 0)
@@ -43,15 +43,14 @@ class Nodes:
         self._whole = np.zeros((7, capacity), np.int64)
         self._real = np.zeros((2, capacity), np.float32)
         self._flags = np.zeros((1, capacity), np.bool_)
-        self._numbers = 0
+        self.told = 0  # nodes that were numbered so far
 
     def reset(self, token: int) -> None:
         """Only a new root, which has not been expanded; it counts as sent, since the receiver chose it."""
         self.count = 1
-        self._whole[:, ROOT] = token, -1, 0, 0, -1, -1, self._numbers
+        self._whole[:, ROOT] = token, -1, 0, 0, -1, -1, -1
         self._real[:, ROOT] = 0
         self._flags[:, ROOT] = True
-        self._numbers += 1
 
     def append(self, parents: Ints, tokens: Ints, ranks: Ints, steps: Floats) -> None:
         """Children (n,) of these nodes, neither expanded nor sent."""
@@ -59,9 +58,7 @@ class Nodes:
         added = slice(start, self.count)
         self.token[added], self.parent[added], self.rank[added] = tokens, parents, ranks
         self.depth[added] = self.depth[parents] + 1
-        self.entry[added] = self.epoch[added] = -1
-        self.number[added] = np.arange(self._numbers, self._numbers + len(parents))
-        self._numbers += len(parents)
+        self.entry[added] = self.epoch[added] = self.number[added] = -1
         self.step[added] = steps
         self.score[added] = self.score[parents] + steps
         self.sent[added] = False
@@ -78,9 +75,23 @@ class Nodes:
         self.count = count
         self.parent[1:] = place[self.parent[1:]]
         self.depth[:] -= self.depth[ROOT]
-        self.parent[ROOT], self.rank[ROOT], self.step[ROOT] = -1, 0, 0
+        self.parent[ROOT], self.rank[ROOT], self.step[ROOT], self.number[ROOT] = -1, 0, 0, -1
         self.sent[ROOT] = True
         return place
+
+    def tell(self, nodes: Ints) -> int:
+        """Number these nodes in this order, after all that were numbered before; the first one's number."""
+        first, self.told = self.told, self.told + len(nodes)
+        self.number[nodes] = np.arange(first, self.told)
+        self.sent[nodes] = True
+        return first
+
+    def wipe(self) -> None:
+        """Only a root is left, numbers start anew, and no token of anybody's text remains."""
+        for table in (self._whole, self._real, self._flags):
+            table[:] = 0
+        self.told = 0
+        self.reset(0)
 
     def levels(self) -> Iterator[Ints]:
         """Nodes of each level below the root."""

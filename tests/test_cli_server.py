@@ -1,4 +1,4 @@
-"""`starsd-server draft` as its users run it: recordings in, one JSON object per line out, one line when it fails."""
+"""`starsd-server` as its users run it: one JSON object per line out, one line when it fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 from torch_helpers import GOLDEN, VARIANTS, golden_target, recording
 
+from starsd.server.auth import device_of, read_tokens
 from starsd.server.cli import main
+from starsd.server.link import ModelHead
+from starsd.server.run import models
+from starsd.shared.errors import UsageError
 
 FILE = "trees_T16_D4_K4"
 SHAPE = ["--total", "16", "--depth", "4", "--top-k", "4"]
@@ -140,3 +144,68 @@ def test_bare_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) != 1
     output = capsys.readouterr()
     assert "draft" in output.out + output.err
+
+
+RUN = ["run", "--model", "smollm2-135m=head"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dev", "--host", "0.0.0.0"], "--dev listens on this machine only, got --host 0.0.0.0: use 127.0.0.1"),
+        (["--dev", "--host", "example.org"], "--dev listens on this machine only, got --host example.org"),
+        (["--dev", "--tokens", "x"], "got --dev and --tokens, expected one of them"),
+        ([], "--tls-cert is missing: a server needs it unless it runs with --dev on 127.0.0.1"),
+        (["--host", "0.0.0.0"], "--tls-cert is missing"),
+        (["--tls-cert", "a"], "--tls-key is missing"),
+        (["--tls-cert", "a", "--tls-key", "b"], "--tokens is missing"),
+        (["--tls-cert", "a", "--tls-key", "b", "--tokens", "c"], "TLS files a and b cannot be used: "),
+        (["--dev", "--head", "x"], "got --head beside several models or a head"),
+        (["--dev", "--slots", "0"], "slots is 0, expected more than 0"),
+        (["--dev", "--schedule", "lifo"], "schedule 'lifo' is unknown, expected one of batched, fifo"),
+        (["--dev", "--workers", "0"], "workers is 0, expected 1 to 64"),
+        (["--dev", "--port", "70000"], "port is 70000, expected 0 to 65535"),
+    ],
+)
+def test_servers_that_do_not_start(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*RUN, *arguments]) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith(f"starsd-server: {message}")
+    assert len(output.err.splitlines()) == 1
+    assert output.out == ""
+
+
+def test_models_and_heads() -> None:
+    assert models(["a"], None) == (ModelHead("a"),)
+    assert models(["a=b=c", "d"], None) == (ModelHead("a", "b=c"), ModelHead("d"))
+    assert models(["a"], "b") == (ModelHead("a", "b"),)
+    with pytest.raises(UsageError, match="expected it with a single --model NAME"):
+        models(["a", "d"], "b")
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    target = golden_target("e1_mha_bias")
+    assert main(["run", "--model", f"{target}={tmp_path}", "--dev", "--port", "0", "--json"]) == 1
+    output = capfd.readouterr()
+    assert output.err.startswith(f"starsd-server: {tmp_path} has neither model.safetensors, ")
+    assert len(output.err.splitlines()) == 1
+    assert output.out == ""
+
+
+def test_tokens_are_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tokens"
+    assert main(["token", "orin-1", "--tokens", str(file)]) == 0
+    token = capsys.readouterr().out.strip()
+    assert device_of(f"Bearer {token}", read_tokens(file)) == "orin-1"
+    assert main(["token", "orin-2", "--tokens", str(file), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert device_of(f"Bearer {row['token']}", read_tokens(file)) == row["device"] == "orin-2"
+    assert main(["token", "no spaces", "--tokens", str(file)]) == 1
+    assert "device name is 'no spaces'" in capsys.readouterr().err

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 # Small libraries, anywhere in these packages.
 LIGHT = {
     "shared": {"msgspec", "numpy"},
-    "edge": {"msgspec", "numpy", "rich", "typer"},
+    "edge": {"msgspec", "numpy", "rich", "threadpoolctl", "typer"},
     "server": {"msgspec", "numpy", "safetensors", "typer"},
     "export": {"google.protobuf", "ml_dtypes", "msgspec", "numpy", "safetensors", "typer"},
     "scripts": {"msgspec", "numpy", "typer"},
@@ -44,13 +44,16 @@ HEAVY = {
     "onnx": {"export/graph.py", "export/linear.py"},
     "onnxruntime": {"edge/target_onnx.py", "export/check.py", "scripts/doctor.py"},
     "safetensors": {"edge/target_torch.py"},
+    "rich": {"scripts/demo_table.py"},
     "sentencepiece": {"export/tokenizer_model.py"},
+    "threadpoolctl": {"scripts/demo_star.py"},
     "tokenizers": {
         "edge/detokenize.py",
         "edge/text.py",
         "export/gguf_tokenizer.py",
         "export/tokenizer_model.py",
         "export/train_chat.py",
+        "server/target_id.py",
     },
     "transformers": {"scripts/bench_peers.py"},
     "torch": {
@@ -66,6 +69,7 @@ HEAVY = {
         "export/train_target.py",
         "scripts/bench_drafter.py",
         "scripts/bench_peers.py",
+        "scripts/local_head.py",
         "server/batch.py",
         "server/drafter_eagle.py",
         "server/dynamic_tree.py",
@@ -77,6 +81,8 @@ HEAVY = {
         "server/selftest.py",
         "server/slots.py",
     },
+    "websockets": {"edge/link.py", "server/gateway.py"},
+    "zmq": {"server/pool.py", "server/worker.py"},
 }
 
 

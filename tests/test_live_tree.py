@@ -145,7 +145,9 @@ def test_verdicts_and_features_in_between(data: st.DataObject, world: int) -> No
     for _ in range(data.draw(st.integers(1, 6))):
         for _ in range(data.draw(st.integers(0, 8))):
             grower.step(budget, total)
-            receiver.take(grower.tree.delta(total))
+            receiver.take(
+                grower.tree.delta(total, least=data.draw(st.integers(0, 9)), most=data.draw(st.integers(0, 30)))
+            )
         verdict = data.draw(st.sampled_from(["inside", "outside", "features", "nothing"]))
         if verdict == "features":
             grower.world += 1000
@@ -167,8 +169,8 @@ def test_verdicts_and_features_in_between(data: st.DataObject, world: int) -> No
     fresh.rest(budget, total)
     assert as_paths(fresh.tree.best(total)) == as_paths(best)
     receiver.take(grower.tree.delta(total))
-    assert {grower.past + path for path in wanted} <= receiver.known.keys()
-    assert len(grower.tree.delta(total).numbers) == 0
+    assert {grower.past + path for path in wanted if path} <= receiver.known.keys()
+    assert len(grower.tree.delta(total)) == 0
 
 
 @dataclass
@@ -180,13 +182,11 @@ class Receiver:
     past: Path = (7,)
 
     def take(self, delta: Delta) -> None:
-        self.paths[delta.root] = self.past
-        self.known[self.past] = delta.root
-        for number, parent, token in zip(delta.numbers, delta.parents, delta.tokens, strict=True):
-            assert int(number) not in self.paths
-            path = (*self.paths[int(parent)], int(token))
-            self.paths[int(number)] = path
-            self.known[path] = int(number)
+        assert delta.first == len(self.paths)
+        for number, (parent, token) in enumerate(zip(delta.parents.tolist(), delta.tokens.tolist(), strict=True)):
+            above = self.past if parent < 0 else self.paths[parent]
+            self.paths[delta.first + number] = (*above, token)
+            self.known[(*above, token)] = delta.first + number
 
 
 def commit(grower: Grower, receiver: Receiver, tokens: list[int]) -> None:
@@ -231,17 +231,17 @@ def test_a_verdict_keeps_what_hangs_below_it() -> None:
     assert live.claim(nodes).tolist() == [0, 1]
     live.expand(nodes, np.array([[5, 6], [5, 8]]), np.array([[-0.25, -2.0], [-0.5, -3.0]], np.float32))
     first = live.delta(4)
-    assert (first.root, first.numbers.tolist(), first.parents.tolist()) == (0, [1, 2, 3], [0, 0, 1])
+    assert (first.first, first.parents.tolist()) == (0, [-1, -1, 0])
     assert first.tokens.tolist() == [3, 4, 5]
-    assert first.scores.tolist() == [-0.5, -1.0, -0.75]
+    assert first.steps.tolist() == [-0.5, -1.0, -0.25]
     assert live.reroot([4]).tolist() == [1]
     best = live.best(10)
     assert (best.tokens.tolist(), best.parents.tolist()) == ([4, 5, 8], [-1, 0, 0])
     assert best.scores.tolist() == [0.0, -0.5, -3.0]
     second = live.delta(10)
-    assert (second.root, second.parents.tolist(), second.tokens.tolist()) == (2, [2, 2], [5, 8])
+    assert (second.first, second.parents.tolist(), second.tokens.tolist()) == (3, [-1, -1], [5, 8])
     live.invalidate()
-    assert len(live.delta(10).numbers) == 0
+    assert len(live.delta(10)) == 0
     assert live.best(10).tokens.tolist() == [4]
     live.expand(root, np.array([[8, 9]]), np.array([[-0.125, -1.0]], np.float32))
     refined = live.best(10)
@@ -260,3 +260,25 @@ def test_certain_children_come_after_their_parents(official: bool) -> None:
         live.expand(nodes, np.array([[1]]), np.zeros((1, 1), np.float32))
     assert live.best(4, official=official).parents.tolist() == [-1, 0, 1, 2]
     assert live.at_rest(5, official=official)
+
+
+def test_of_many_nodes_the_best_are_sent_first() -> None:
+    live = LiveTree(7, top_k=2, depth=5, entries=10)
+    root = np.array([0])
+    live.claim(root)
+    live.expand(root, np.array([[3, 4]]), np.array([[-0.5, -1.0]], np.float32))
+    nodes = live.frontier(2, 10)
+    live.claim(nodes)
+    live.expand(nodes, np.array([[5, 6], [5, 8]]), np.array([[-0.1, -2.0], [-0.5, -3.0]], np.float32))
+    assert len(live.delta(10, least=7)) == 0
+    assert len(live.delta(10, least=3, most=2)) == 0
+    first = live.delta(10, least=3, most=3)  # in generation order, though 5 is likelier than 4
+    assert (first.tokens.tolist(), first.parents.tolist(), first.first) == ([3, 4, 5], [-1, -1, 0], 0)
+    rest = live.delta(10, least=3)
+    assert (rest.tokens.tolist(), rest.parents.tolist(), rest.first) == ([6, 5, 8], [0, 1, 1], 3)
+    assert len(live.delta(10)) == 0
+    live.wipe()
+    live.reset(3)
+    live.claim(root)
+    live.expand(root, np.array([[1, 2]]), np.array([[-0.5, -1.0]], np.float32))
+    assert live.delta(10).first == 0

@@ -100,3 +100,36 @@ def test_a_dictionary_does_the_same(data: st.DataObject) -> None:
         assert rows.newest_true == max((row for row in held if held[row]), default=-1)
         for position in range(rows.last, rows.last + 4):
             assert visible(rows, position) == sorted(row for row in inside if position - window < row <= position)
+
+
+def test_a_text_that_begins_somewhere() -> None:
+    """Behind 9 tokens that nobody knows, row 8 needs the first known one and is the oldest that can be made."""
+    rows = Rows(6)
+    rows.begin(9)
+    assert (rows.tokens, rows.count, rows.tip) == (9, 8, None)
+    rows.append([90, 91, 92])
+    assert (rows.tokens, rows.last, rows.tip) == (12, 10, 92)
+    assert rows.following(np.array([8, 9, 10])).tolist() == [90, 91, 92]
+    assert rows.wanted(4, 7).tolist() == [8, 9, 10]
+    rows.hold(np.array([8, 9, 10]), true=True)
+    assert visible(rows, 11) == [8, 9, 10]
+    rows.truncate(10)
+    assert (rows.tokens, rows.tip) == (10, 90)
+    assert visible(rows, 9) == [8]
+    rows.truncate(5)  # before anything known
+    assert (rows.tokens, rows.tip) == (5, None)
+    rows.append([50])
+    assert rows.wanted(0, 5).tolist() == [4]
+    rows.begin(0)
+    assert (rows.tokens, rows.tip, rows.used) == (0, None, 0)
+    assert not rows._following.any()
+
+
+def test_rows_whose_next_token_was_overwritten_are_not_wanted() -> None:
+    """Before a truncation the window had moved on: what it held of older rows is lost."""
+    rows = Rows(4)
+    rows.append(range(21))  # the tokens after rows 16 … 19 are known
+    rows.truncate(19)
+    rows.append([70])
+    assert rows.wanted(12, 7).tolist() == [16, 17, 18]
+    assert rows.following(np.array([16, 17, 18])).tolist() == [17, 18, 70]
