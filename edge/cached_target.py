@@ -15,7 +15,6 @@ from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import ContextOverflowError, EngineError, UsageError
 from starsd.shared.manifest import FeatureSpec, ModelShape
 
-
 Own = TypeVar("Own", bound="CachedTarget")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import resource
 import shutil
 import sys
@@ -30,6 +29,7 @@ from starsd.shared import manifest
 from starsd.shared.config import FLAVOURS, PRECISIONS
 from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import UsageError
+from starsd.shared.fingerprint import target_fingerprint
 from starsd.shared.home import parse_ref
 from starsd.shared.manifest import FeatureSpec, Manifest, Quality
 
@@ -90,7 +90,7 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
         made = Manifest(
             name=parse_ref(ref).slug,
             source=ref,
-            fingerprint=_fingerprint(checkpoint, folder, features),
+            fingerprint=target_fingerprint(source, features, folder / manifest.TOKENIZER_FILE),
             architecture=str(checkpoint.config["model_type"]),
             flavour=options.flavour,
             precision=options.precision,
@@ -183,16 +183,6 @@ def _write_text_files(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
     if template := chat_template(source):
         (folder / "chat_template.jinja").write_text(template)
-
-
-def _fingerprint(checkpoint: Checkpoint, folder: Path, features: FeatureSpec) -> str:
-    """Names the function that a drafter was trained against: weights, tokenizer, taps."""
-    digest = hashlib.sha256()
-    for file in checkpoint.files:
-        digest.update(manifest.file_sha256(file).encode())
-    digest.update(manifest.file_sha256(folder / "tokenizer.json").encode())
-    digest.update(msgspec.json.encode(features))
-    return digest.hexdigest()
 
 
 def _quality(

@@ -27,6 +27,7 @@ _BATCH_TOKENS = {"cpu": 1200}  # small ones learn more from the same data; an ac
 _MANY_BATCH_TOKENS = 4800
 _REPORT_SECONDS = 10.0
 _HELD_OUT_TOKENS = 8000  # of a batch that is only measured
+_MEASURE_EVERY = 20  # times what measuring takes, or at the end of an epoch
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Trainer:
         self._optimiser = torch.optim.AdamW(
             head.parameters(), betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
         )
+        self._measured = clock()  # when acceptance was last looked at, and what that took
+        self._measuring = 0.0
         if saved is not None:
             self.position = saved.position
             train_checkpoint.restore(saved, head, self._optimiser)
@@ -127,7 +130,8 @@ class Trainer:
                 raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)
             if now - saved_at > self._checkpoint_seconds:
                 self._checkpoint()
-                self._tell_held_out()
+                if self._clock() - self._measured > _MEASURE_EVERY * self._measuring:
+                    self._tell_held_out()
                 told_at = saved_at = self._clock()
         self._move(self.position.step, epoch + 1, 0)
         self._tell_held_out()
@@ -179,7 +183,10 @@ class Trainer:
         self._report({**row, "share": round(self._share(0.0), 4), **values})
 
     def _tell_held_out(self) -> None:
+        started = self._clock()
         found = self.measure()
+        self._measured = self._clock()
+        self._measuring = self._measured - started
         self._tell("held_out", per_depth=list(found.per_depth), tau=found.tau, rows=found.rows)
 
 

@@ -26,8 +26,8 @@ PYTHONS = ((3, 10), (3, 13))
 NEEDED_DISK = 1_500_000_000  # bytes; the default model's download, its weights and one bundle
 NEEDED_MEMORY = 1_000_000_000  # bytes; the default model in fp32 with its cache
 EXTRAS = {  # modules that each extra brings
-    "edge": ("jinja2", "onnxruntime", "rich", "tokenizers"),
-    "server": ("safetensors", "torch", "tokenizers"),
+    "edge": ("jinja2", "onnxruntime", "rich", "threadpoolctl", "tokenizers", "websockets"),
+    "server": ("safetensors", "tokenizers", "torch", "websockets", "zmq"),
     "export": ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "google.protobuf", "safetensors", "sentencepiece"),
 }
 CPU_FEATURES = (  # what integer and half-precision kernels ask for: x86, then Arm

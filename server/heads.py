@@ -19,8 +19,8 @@ from starsd.server.packaged import packaged_head
 from starsd.server.projector import save_projector
 from starsd.server.selftest import self_test
 from starsd.server.served import Head
-from starsd.server.target_id import target_fingerprint
 from starsd.shared.errors import MissingExtraError, ModelError, UsageError
+from starsd.shared.fingerprint import target_fingerprint
 from starsd.shared.home import parse_ref
 from starsd.shared.manifest import file_sha256
 from starsd.shared.messages import HeadInfo

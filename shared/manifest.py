@@ -11,7 +11,7 @@ import msgspec
 from starsd.shared.config import FLAVOURS, PRECISIONS
 from starsd.shared.errors import BundleError
 
-FORMAT = 1
+FORMAT = 2
 FILE_NAME = "manifest.json"
 GRAPH_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "model.onnx", "model.onnx.data", "tokenizer.json"
 NEEDED_FILES = (GRAPH_FILE, WEIGHTS_FILE, TOKENIZER_FILE)

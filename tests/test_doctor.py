@@ -58,7 +58,8 @@ def test_the_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     for extra, modules in EXTRAS.items():
         wanted = {re.split(r"[\[><=;]", entry)[0].strip() for entry in project["optional-dependencies"][extra]}
-        named = {name.replace("google.protobuf", "protobuf").replace("_", "-") for name in modules}
+        distributions = {"google.protobuf": "protobuf", "zmq": "pyzmq"}
+        named = {distributions.get(name, name).replace("_", "-") for name in modules}
         assert named == wanted - {"starsd"}
 
 

@@ -225,7 +225,7 @@ def test_the_store_and_its_quota(source: Path, starsd_home: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: {**raw, "format": 2}, r"manifest.json has format 2, expected 1: export the model again$"),
+        (lambda raw: {**raw, "format": 3}, r"manifest.json has format 3, expected 2: export the model again$"),
         (lambda raw: {**raw, "extra": 1}, r"manifest.json cannot be read: .*extra"),
         (lambda raw: {k: v for k, v in raw.items() if k != "shape"}, r"manifest.json cannot be read: .*`shape`"),
         (lambda raw: [], r"manifest.json cannot be read: "),

@@ -53,7 +53,6 @@ HEAVY = {
         "export/gguf_tokenizer.py",
         "export/tokenizer_model.py",
         "export/train_chat.py",
-        "server/target_id.py",
     },
     "transformers": {"scripts/bench_peers.py"},
     "torch": {

@@ -28,7 +28,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2, "z": 1}, "has format 2, expected 1: export the model again"),
+        ({"format": 3, "z": 1}, "has format 3, expected 2: export the model again"),
         ({"precision": "int3"}, "has precision 'int3', expected one of fp32, fp16, int8, int4"),
         ({"flavour": "x"}, "has flavour 'x', expected one of ort"),
         ({"files": {}}, "names no model.onnx, model.onnx.data, tokenizer.json, expected every file of the bundle"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tiny_model import export, write_folder
 
-from starsd.server.target_id import target_fingerprint
 from starsd.shared import manifest
 from starsd.shared.errors import ModelError
+from starsd.shared.fingerprint import target_fingerprint
 
 
 @pytest.fixture(scope="module")
