@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -51,7 +50,9 @@ def drafter(
     sessions: Annotated[str, typer.Option(help="Numbers of sessions, by commas.")] = ",".join(
         map(str, _DRAFTER.sessions)
     ),
-    head: Annotated[str | None, typer.Option(help="Folder or hf:org/name of a head; random weights without.")] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Folder or hf:org/name of a head, or random; the packaged one.")
+    ] = None,
     target: Annotated[str | None, typer.Option(help="Folder or reference of the head's target.")] = None,
     total: Annotated[int, typer.Option(help="Nodes of a tree, root included.")] = _DRAFTER.total,
     depth: Annotated[int, typer.Option(help="Levels that are expanded.")] = _DRAFTER.depth,
@@ -64,7 +65,7 @@ def drafter(
     as_json: Json = False,
 ) -> None:
     """Trees a second of one drafter: the paper's one task at a time (fifo) against batched passes."""
-    if (head is None) != (target is None):
+    if head != bench_drafter.RANDOM and (head is None) != (target is None):
         raise UsageError("head and target go together, got only one of them")
     bench = bench_drafter.DrafterBench(
         sessions=_counts("sessions", sessions),
@@ -81,8 +82,6 @@ def drafter(
         layer = bench_drafter.open_layer(bench, head, target)
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "server") from error
-    if head is None:
-        print("no --head given: random weights of the default head's size", file=sys.stderr)
     for row in bench_drafter.run(bench, layer):
         if as_json:
             emit(row)

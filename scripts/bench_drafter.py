@@ -24,7 +24,10 @@ from typing import Any
 import numpy as np
 
 from starsd.server.drafter import DynamicTree, SlotLimits
+from starsd.server.packaged import packaged_head
+from starsd.shared.config import DEFAULT_MODEL
 
+RANDOM = "random"
 VERDICT = 3
 WARM_UP = 2
 TRIES = 7  # trees for each number of threads
@@ -51,18 +54,25 @@ class DrafterBench:
 
 
 def open_layer(bench: DrafterBench, head: str | None, target: str | None) -> Any:
-    """The head that is measured: a folder's, or one of random weights and the default model's size."""
+    """The head that is measured: a folder's, the packaged one, or RANDOM weights of its size.
+
+    The packaged one's target is pulled where it is missing.
+    """
     import torch
 
     from starsd.server.eagle_heads import load_head
     from starsd.server.eagle_layer import EagleLayer
+    from starsd.server.heads import ensure_model
     from starsd.server.random_head import random_head
 
     if bench.threads:
         torch.set_num_threads(bench.threads)
-    if head is not None and target is not None:
-        return EagleLayer(load_head(head, target, dtype=bench.dtype, device=bench.device))
-    return EagleLayer(random_head(dtype=bench.dtype, device=bench.device, seed=bench.seed))
+    if head == RANDOM:
+        return EagleLayer(random_head(dtype=bench.dtype, device=bench.device, seed=bench.seed))
+    if head is None or target is None:
+        head, target = str(packaged_head(DEFAULT_MODEL)), DEFAULT_MODEL
+        ensure_model(target)
+    return EagleLayer(load_head(head, target, dtype=bench.dtype, device=bench.device))
 
 
 def run(bench: DrafterBench, layer: Any) -> Iterator[dict[str, Any]]:
