@@ -207,7 +207,8 @@ class Channel:
 
     def _may_open(self) -> bool:
         """Whether the server lets us have another session."""
-        assert self._connection is not None and self.welcome is not None
+        assert self._connection is not None
+        assert self.welcome is not None
         if len(self._connection.sessions) >= self.welcome.max_sessions:
             self.notice = f"server lets us have {self.welcome.max_sessions} sessions, which are all in use"
             return False
@@ -239,7 +240,9 @@ class Channel:
         if (session := self._numbered.get(message.session)) is None:
             return
         if not session.opened(message):
-            raise RemoteProtocolError(f"server expects features {message.width} wide, not ours", message.session)
+            raise RemoteProtocolError(
+                f"server expects features {message.width} wide, ours are {session.sent_width}", message.session
+            )
         head = self._heads.get(session.fingerprint)
         if head is not None and head.head != message.head:  # it was replaced after the Welcome, its projector with it
             self._heads[head.fingerprint] = msgspec.structs.replace(head, head=message.head)

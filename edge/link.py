@@ -25,6 +25,7 @@ from starsd.shared.errors import ProtocolError, RemoteProtocolError, UsageError
 FIRST_WAIT, LONGEST_WAIT = 0.05, 1.0  # seconds before a connection is tried again
 STEADY_SECONDS = 5.0  # after which one that worked is tried again soon
 OPEN_SECONDS = 5.0
+HELLO_SECONDS = 5.0  # that a server may take to answer the first message
 KEEPALIVE = 5.0  # seconds between pings, and for their answer
 TICK = 0.25  # seconds after which a session that was refused may have become welcome again
 MAX_FRAME = 1 << 17
@@ -126,13 +127,12 @@ class Link:
         end = self._loop.time() + seconds
         while not self._stopped and (left := end - self._loop.time()) > 0:
             self._woken.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), left)
+            await self._nap(left)
 
     async def _talk(self, socket: ClientConnection) -> None:
         """Pump until either side ends the connection."""
         self.channel.connected()
-        pumps = [asyncio.ensure_future(self._send(socket)), asyncio.ensure_future(self._receive(socket))]
+        pumps = [asyncio.ensure_future(pump(socket)) for pump in (self._send, self._receive, self._expect_welcome)]
         try:
             done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             for pump in done:
@@ -149,8 +149,22 @@ class Link:
                 await socket.send(frame)
             if self._stopped:
                 return
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), TICK)
+            await self._nap(TICK)
+
+    async def _expect_welcome(self, socket: ClientConnection) -> None:
+        """Give up on a server that answers pings and nothing else. Never returns otherwise."""
+        await asyncio.sleep(HELLO_SECONDS)
+        if self.channel.welcome is None:
+            raise RemoteProtocolError(f"server did not answer hello in {HELLO_SECONDS:g} seconds")
+        await socket.wait_closed()
+
+    async def _nap(self, seconds: float) -> None:
+        """Until something wakes us. `wait_for` would do, but before Python 3.12 it may swallow a cancellation."""
+        timer = self._loop.call_later(seconds, self._woken.set)
+        try:
+            await self._woken.wait()
+        finally:
+            timer.cancel()
 
     async def _receive(self, socket: ClientConnection) -> None:
         async for data in socket:

@@ -77,7 +77,7 @@ class Patience:
         self._seconds.observe(seconds)
 
     def saw_fresh(self, budget: Budget) -> None:
-        """A draft from the tip was at hand, and this is what it promised."""
+        """A draft from the tip was at hand, or was waited for in vain, and this is what there was."""
         self._fresh.observe(budget.tokens - self.rate * budget.seconds)
 
     def worth_waiting(self, held: Budget, seconds: float) -> bool:

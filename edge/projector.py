@@ -15,6 +15,7 @@ The same arithmetic as `EagleLayer.fuse` in numpy float32, so that a device need
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -76,9 +77,12 @@ def _read(name: str, entry: TensorEntry) -> Floats:
     if dtype is None:
         raise ModelError(f"{entry.file} has {name} as {entry.dtype}, expected {' or '.join(_DTYPES)}")
     little = np.dtype(dtype).newbyteorder("<")
-    count = int(np.prod(entry.shape, dtype=np.int64))
+    size = math.prod(entry.shape) * little.itemsize
+    held = entry.file.stat().st_size - entry.start
+    if min(entry.shape, default=0) < 0 or size > held:
+        raise ModelError(f"{entry.file} has {name} of shape {list(entry.shape)} in {held} bytes, expected {size}")
     with entry.file.open("rb") as stream:
         stream.seek(entry.start)
-        raw = stream.read(count * little.itemsize)
+        raw = stream.read(size)
     values: Floats = np.frombuffer(raw, little).reshape(entry.shape).astype(np.float32)
     return values

@@ -49,7 +49,7 @@ class ProjectorStore:
             file = home() / "projectors" / f"{head.head}.safetensors"
             try:
                 self._known[head.head] = Projector(file)
-            except (ModelError, OSError, ValueError):
+            except (ModelError, OSError):
                 self._fetch(head, file)
         return self._known.get(head.head)
 
@@ -73,7 +73,7 @@ class ProjectorStore:
             part.write_bytes(data)
             self._known[head.head] = Projector(part)
             os.replace(part, file)
-        except (OSError, ValueError, ModelError, http.client.HTTPException):
+        except (OSError, ModelError, http.client.HTTPException):
             with contextlib.suppress(OSError):
                 part.unlink()
         finally:

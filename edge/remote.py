@@ -53,6 +53,18 @@ class Due(NamedTuple):
 class RemoteSession:
     """Made by a channel. `padding` bytes go behind every row of features: benches stand in for wider models."""
 
+    # what the server knows of us; `_start_over` says that it knows nothing
+    _asked: bool
+    _reopening: bool
+    _opened: Opened | None
+    _begun: int  # the epoch that it has been told of
+    _origin: int  # the first token that it knows
+    _said: int  # tokens that it has been told
+    _seq: int
+    _received: int
+    _lag: int
+    _sent_at: dict[int, float]
+
     def __init__(
         self,
         *,
@@ -185,7 +197,7 @@ class RemoteSession:
         with self._lock:
             if self._reopening:
                 return True
-            self._opened = message if message.width == self._sent_width else None
+            self._opened = message if message.width == self.sent_width else None
             return self._opened is not None
 
     def arrived(self, draft: Draft, size: int) -> None:
@@ -235,12 +247,9 @@ class RemoteSession:
     def _start_over(self) -> None:
         self._epoch += self._epoch > 0
         self._asked = self._reopening = False
-        self._opened: Opened | None = None
-        self._begun = -1  # the epoch that the server has been told of
-        self._origin = sys.maxsize  # the first token that it knows
-        self._said = 0  # tokens that it has been told
-        self._seq = self._received = self._lag = 0
-        self._sent_at: dict[int, float] = {}
+        self._opened, self._begun, self._origin = None, -1, sys.maxsize
+        self._said = self._seq = self._received = self._lag = 0
+        self._sent_at = {}
         self._unsent = self._held >= 0
         self.resting = False
 
@@ -294,7 +303,7 @@ class RemoteSession:
     def _show(self, chunk: int) -> Message:
         """The newest rows that were not sent, as many as a chunk holds."""
         newest = self._newest_unsent()
-        size = self._codec.row_bytes(self._sent_width) + len(self._padding)
+        size = self._codec.row_bytes(self.sent_width) + len(self._padding)
         first = newest
         while (
             newest - first + 1 < max(1, chunk // size)
@@ -312,7 +321,7 @@ class RemoteSession:
         return Features(self.number, self._epoch, first, encoded)
 
     @property
-    def _sent_width(self) -> int:
+    def sent_width(self) -> int:
         return self._width if self._projector is None else self._projector.hidden
 
     def _newest_unsent(self) -> int:

@@ -68,6 +68,10 @@ class Session:
         self._cached.clear()
         self.target.truncate(0)
 
+    def close(self) -> None:
+        """The conversation is over; its server need not keep it. Only plain steps are taken afterwards."""
+        self.speculator.close()
+
     def _run(self, prompt: list[int], answer: Answer, progress: Progress) -> Generator[Piece, None, None]:
         self._running = answer
         answer.start()

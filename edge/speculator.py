@@ -85,6 +85,11 @@ class Speculator:
                 self.remote.begin(prompt, kept)
         self._base, self._began = -1, self.clock.now()
 
+    def close(self) -> None:
+        """The conversation is over: the server may forget it."""
+        if self.remote is not None:
+            self.remote.close()
+
     def read(self, start: int, features: Floats) -> None:
         """What the target computed for the prompt's tokens from `start` on."""
         if self.speculates and self.remote is not None:
@@ -98,10 +103,12 @@ class Speculator:
             return Proposal([tip], [-1])
         self._collect(0.0)
         nodes, held = self._choose(room)
-        while (wait := self._patience(held)) > 0 and self._collect(wait):
+        in_vain = False
+        while not in_vain and (wait := self._patience(held)) > 0:
+            in_vain = not self._collect(wait)
             nodes, held = self._choose(room)
         self.counts.waited += self.clock.now() - self._began
-        if self._settled():
+        if in_vain or self._settled():
             self.patience.saw_fresh(held)
         rows, parents = layout(nodes)
         return Proposal([tip, *(node.token for node in rows)], parents, rows)
@@ -133,6 +140,7 @@ class Speculator:
         if self.remote.epoch != self._epoch:
             self._epoch = self.remote.epoch
             self._drafts.renumber()
+            arrived = [draft for draft in arrived if draft.epoch == self._epoch]
         for draft in arrived:
             self._drafts.graft(draft)
             self._base = max(self._base, draft.base)

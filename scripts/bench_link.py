@@ -97,7 +97,8 @@ def _measure(bench: LinkBench, head: VirtualHead, recordings: Recordings, rtt: s
         def edge() -> None:
             remote = line.channel.session(Model(about.fingerprint, about.shape, about.features))
             speculator = Speculator(policy, remote, clock=clock, ngrams=bench.ngrams)
-            session = Session(PacedTarget(ReplayTarget(recordings), bench.profile, clock), _Text(about.eos), speculator)
+            text: Any = _Text(about.eos)
+            session = Session(PacedTarget(ReplayTarget(recordings), bench.profile, clock), text, speculator)
             clock.sleep(SETTLE_SECONDS)
             for run in recordings.runs:
                 session.forget()

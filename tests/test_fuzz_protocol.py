@@ -19,7 +19,7 @@ from starsd.shared.messages import (
 def test_fuzzing_for_two_seconds() -> None:
     outcomes = fuzz_protocol.run(2.0, seed=1)
     assert set(outcomes) == {"late", "message", "refused"}
-    assert outcomes["refused"] > 100
+    assert outcomes["refused"] > 10
 
 
 def test_fuzzing_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
