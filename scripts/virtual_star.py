@@ -14,6 +14,7 @@ from starsd.edge.channel import Channel
 from starsd.scripts.link_model import LinkSettings
 from starsd.scripts.virtual_clock import VirtualClock
 from starsd.scripts.virtual_link import VirtualLink, VirtualWay
+from starsd.server.drafter import Total
 from starsd.server.limits import LIMITS, ServerLimits
 from starsd.server.peer import Peer
 from starsd.server.schedules import schedule
@@ -41,7 +42,7 @@ class ChargedDrafter:
     def open(self, *, projected: bool = False) -> Any:
         return self._drafter.open(projected=projected)
 
-    def advance(self, work: Sequence[tuple[Any, int]], total: int | None = None) -> int:
+    def advance(self, work: Sequence[tuple[Any, int]], total: Total = None) -> int:
         rows = self._drafter.advance(work, total)
         self._clock.sleep(self._seconds(rows, len(work)))
         return rows

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from starsd.server.drafter import Draft, DynamicTree, Floats, Ints, SlotLimits
+from starsd.server.drafter import Draft, DynamicTree, Floats, Ints, SlotLimits, Total, each
 from starsd.server.dynamic_tree import SlotGrowth, grow
 from starsd.server.eagle_layer import EagleLayer
 from starsd.server.live_session import LiveSession, Plan
@@ -73,15 +73,18 @@ class BatchDrafter:
         )
 
     @torch.inference_mode()
-    def advance(self, work: Work, total: int | None = None, *, official: bool = False) -> int:
+    def advance(self, work: Work, total: Total = None, *, official: bool = False) -> int:
         """One pass over sessions, each with the rows that it may use; how many rows ran, features not counted.
 
-        Trees rest at `total` nodes. A session with nothing to do takes no part. 0 means that none had anything to do.
+        Trees rest at `total` nodes, one number for all or one for each. A session with nothing to do takes no part. 0
+        means that none had anything to do.
         """
         sessions = [session for session, _ in work]
         self._settle(sessions)
-        total = self.shape.total if total is None else total
-        planned = [(session, session.plan(budget, total, official=official)) for session, budget in work]
+        planned = [
+            (session, session.plan(budget, nodes, official=official))
+            for (session, budget), nodes in zip(work, each(total, len(work), self.shape.total), strict=True)
+        ]
         return self._run([(session, plan) for session, plan in planned if plan is not None])
 
     @torch.inference_mode()

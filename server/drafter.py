@@ -8,7 +8,7 @@ A draft grows from the newest token, which has no feature yet, and leaves no tra
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,6 +68,14 @@ class StaticTree:
 
 
 TreeShape = DynamicTree | StaticTree
+Total = int | Sequence[int] | None  # nodes of the trees of a pass: of all, of each, or the default
+
+
+def each(total: Total, count: int, default: int) -> Sequence[int]:
+    """Nodes of each of `count` trees."""
+    if total is None or isinstance(total, int):
+        return [default if total is None else total] * count
+    return total
 
 
 @dataclass(frozen=True)

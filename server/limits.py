@@ -17,16 +17,17 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     slots: int = 64
     window: int = 2048  # rows that the drafter looks back on
-    entries: int = 128  # nodes of a tree that are expanded at a time
+    entries: int = 256  # nodes of a tree that are expanded at a time
     rows_per_pass: int = 64  # over all sessions, features not counted
     quantum: int = 8  # rows that a session gets before it is the next one's turn
-    nodes: int = 60  # of a tree, root included
-    depth: int = 7  # levels that are expanded
+    nodes: int = 60  # of a near edge's tree, root included
+    farthest: int = 4  # times as many nodes at most: once as many for each token that drafts come late
+    depth: int = 16  # levels that are expanded
     top_k: int = 10  # children of a node
     full_trees: int = 32  # sessions of a head beyond which trees get smaller
     least_nodes: int = 16  # what they do not get smaller than
     nodes_per_draft: int = 12  # nodes of a growing tree that wait for each other
-    max_nodes: int = 240  # that may be under way to an edge
+    max_nodes: int = 480  # that may be under way to an edge
     sessions: int = 64  # of a connection
     connections: int = 256
     max_message: int = MAX_MESSAGE  # bytes of a message to the server

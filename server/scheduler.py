@@ -68,11 +68,15 @@ class FirstCome(Generic[Key]):
         return {key: wants[key] for key in list(self._queue)[:1]}
 
 
-def tree_nodes(sessions: int, limits: ServerLimits) -> int:
-    """Nodes of each tree while a head has so many sessions: smaller ones come before refusals."""
-    return max(
-        min(limits.nodes, limits.nodes * limits.full_trees // max(sessions, 1)), min(limits.least_nodes, limits.nodes)
-    )
+def tree_nodes(sessions: int, limits: ServerLimits, lag: int = 0) -> int:
+    """Nodes of a tree while a head has so many sessions, for an edge that is `lag` tokens ahead when drafts reach it.
+
+    What it has committed by then must lie in the tree for the rest to be of use. So trees grow with the distance; and
+    smaller ones, down to `least_nodes`, come before refusals.
+    """
+    wanted = limits.nodes * min(1 + lag, limits.farthest)
+    shared = limits.nodes * limits.full_trees // max(sessions, 1)
+    return max(min(wanted, shared), min(limits.least_nodes, limits.nodes))
 
 
 def least_nodes(limits: ServerLimits, *, bare: bool, resting: bool) -> int:

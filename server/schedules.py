@@ -45,7 +45,7 @@ class Batched:
 
     def wants(self, session: Served, sessions: int) -> int:
         # features that wait may make one row due, so one is kept for it
-        return session.live.wants(tree_nodes(sessions, self._limits)) or int(session.live.waiting)
+        return session.live.wants(self._nodes(session, sessions)) or int(session.live.waiting)
 
     def next(self, head: Head, wants: Work) -> Work:
         limits = self._limits
@@ -55,15 +55,16 @@ class Batched:
         return {session: rows for session, rows in granted.items() if rows or session.live.waiting}
 
     def advance(self, head: Head, work: Work, sessions: int) -> int:
-        return head.drafter.advance([(session.live, rows) for session, rows in work.items()], self._nodes(sessions))
+        totals = [self._nodes(session, sessions) for session in work]
+        return head.drafter.advance([(session.live, rows) for session, rows in work.items()], totals)
 
     def draft(self, session: Served, sessions: int) -> Draft | None:
         resting = not session.wants
         least = least_nodes(self._limits, bare=session.bare, resting=resting)
-        return session.grown(self._nodes(sessions), least=least, resting=resting)
+        return session.grown(self._nodes(session, sessions), least=least, resting=resting)
 
-    def _nodes(self, sessions: int) -> int:
-        return tree_nodes(sessions, self._limits)
+    def _nodes(self, session: Served, sessions: int) -> int:
+        return tree_nodes(sessions, self._limits, session.lag)
 
 
 class Fifo:

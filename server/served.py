@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from starsd.server import drafter
-from starsd.server.drafter import DynamicTree, Floats, Ints
+from starsd.server.drafter import DynamicTree, Floats, Ints, Total
 from starsd.server.limits import ServerLimits
 from starsd.server.live_session import LiveSession
 from starsd.shared.errors import ProtocolError, UsageError
@@ -23,7 +23,7 @@ class Drafting(Protocol):
 
     def open(self, *, projected: bool = False) -> LiveSession: ...
 
-    def advance(self, work: Sequence[tuple[LiveSession, int]], total: int | None = None) -> int: ...
+    def advance(self, work: Sequence[tuple[LiveSession, int]], total: Total = None) -> int: ...
 
     def trees(self, sessions: Sequence[LiveSession], shape: DynamicTree) -> list[drafter.Draft]: ...
 
@@ -53,6 +53,7 @@ class Served:
         self.live = head.drafter.open(projected=message.projected)
         self.epoch = self.seq = self.received = self.told = 0
         self.bare = True  # no node below the present root was told
+        self.lag = 0  # tokens by which the edge is ahead of the drafts that reach it
         self.rested = False  # it was told that the present tree is all there is
         self.wants = 0  # rows that it wants of the next pass, see `schedules.py`
         self.drafted = 0  # tokens that the newest whole tree grew from, 0: there is none
@@ -93,7 +94,7 @@ class Served:
         if not self.received <= message.received <= self.told:
             raise UsageError(f"verdict has received {message.received}, expected {self.received} to {self.told}")
         self.live.commit(message.tokens)
-        self.seq, self.received = message.seq, message.received
+        self.seq, self.received, self.lag = message.seq, message.received, message.lag
         self.bare = self.bare or len(self.live.tree) == 1
         self.rested = False
 

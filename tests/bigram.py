@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tiny_session import VOCAB, ToyTarget, toy_logits
 
-from starsd.server.drafter import DynamicTree, SlotLimits
+from starsd.server.drafter import DynamicTree, SlotLimits, Total, each
 from starsd.server.live_session import LiveSession
 from starsd.server.live_tree import LiveTree
 from starsd.server.served import Head
@@ -49,13 +49,13 @@ class BigramDrafter:
         slot = self.free.pop()
         return LiveSession(slot, self.limits, tree, vocab=VOCAB, width=1, projected=projected, close=self.free.append)
 
-    def advance(self, work: Sequence[tuple[LiveSession, int]], total: int | None = None) -> int:
+    def advance(self, work: Sequence[tuple[LiveSession, int]], total: Total = None) -> int:
         rows, self.passes = 0, self.passes + 1
-        for session, budget in work:
+        for (session, budget), nodes in zip(work, each(total, len(work), 20), strict=True):
             session.take_moves()
             while (chunk := session.take_features(512)) is not None:
                 session.landed(chunk[0])
-            plan = session.plan(budget, total or 20)
+            plan = session.plan(budget, nodes)
             if plan is not None:
                 rows += len(plan.tokens)
                 others = (plan.tokens[:, None] * 7 + np.arange(1, TOP_K)) % VOCAB

@@ -21,7 +21,7 @@ from starsd.edge.text import Text
 from starsd.scripts.link_model import LinkSettings
 from starsd.scripts.virtual_clock import VirtualClock
 from starsd.scripts.virtual_star import ChargedDrafter, VirtualLine, VirtualServer
-from starsd.server.drafter import Draft, DynamicTree, Ints
+from starsd.server.drafter import Draft, DynamicTree, Ints, Total, each
 from starsd.server.limits import ServerLimits
 from starsd.server.live_session import LiveSession
 from starsd.server.served import Head
@@ -126,12 +126,12 @@ class MarkedDrafter(BigramDrafter):
         self.wrong: list[str] = []
         self.landed = 0
 
-    def advance(self, work: Sequence[tuple[LiveSession, int]], total: int | None = None) -> int:
+    def advance(self, work: Sequence[tuple[LiveSession, int]], total: Total = None) -> int:
         rows = 0
-        for session, room in work:
+        for (session, room), nodes in zip(work, each(total, len(work), 20), strict=True):
             session.take_moves()
             self._land(session)
-            if (plan := session.plan(room, total or 20)) is not None:
+            if (plan := session.plan(room, nodes)) is not None:
                 rows += len(plan.tokens)
                 session.finish(plan, *self._children(plan.tokens))
         return rows

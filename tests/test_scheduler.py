@@ -84,6 +84,14 @@ def test_trees_get_smaller_before_anybody_is_refused(sessions: int, nodes: int) 
     assert tree_nodes(sessions, LIMITS) == nodes
 
 
+@pytest.mark.parametrize(
+    ("sessions", "lag", "nodes"), [(1, 0, 60), (1, 2, 180), (1, 9, 240), (16, 9, 120), (64, 9, 30)]
+)
+def test_trees_grow_with_the_distance_while_there_is_room(sessions: int, lag: int, nodes: int) -> None:
+    assert LIMITS.farthest == 4
+    assert tree_nodes(sessions, LIMITS, lag) == nodes
+
+
 def test_small_trees_stay_as_they_are() -> None:
     assert tree_nodes(64, ServerLimits(nodes=10)) == 10
 
@@ -103,7 +111,7 @@ def test_what_is_worth_a_message(bare: bool, resting: bool, least: int) -> None:
         ({"retry_seconds": -1.0}, "retry_seconds is -1.0, expected more than 0"),
         ({"max_nodes": 59}, "max_nodes is 59, expected at least a whole tree of 60"),
         ({"unread": 1000}, "unread is 1000, expected at least a message of"),
-        ({"nodes": 240, "depth": 1, "top_k": 3}, "depth 1 and top_k 3 give 13 nodes, expected 240"),
+        ({"nodes": 120, "depth": 1, "top_k": 3}, "depth 1 and top_k 3 give 13 nodes, expected 120"),
     ],
 )
 def test_limits_that_make_no_sense(change: dict[str, float], message: str) -> None:
