@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from starsd.edge.answer import Outcome, printable
+from starsd.edge.answer import Outcome, drafted, printable
 from starsd.edge.session import Session
 from starsd.shared.config import Limits, Sampling
 from starsd.shared.errors import UsageError
@@ -113,7 +113,7 @@ class ChatTerminal:
 def _summary(outcome: Outcome) -> str:
     parts = [f"{outcome.new_tokens} tokens", f"first after {outcome.prefill_seconds:.2f} s"]
     if outcome.tokens_per_second:
-        parts.append(f"{outcome.tokens_per_second:.1f} tokens/s")
+        parts.append(f"{outcome.tokens_per_second:.1f} tokens/s{drafted(outcome)}")
     if outcome.finish_reason == "length":
         parts.append("cut at its longest")
     return " · ".join(parts)

@@ -164,7 +164,10 @@ def _drafting(policy: str, server: str, codec: str, token_file: Path | None, tru
 
     if policy not in POLICIES:
         raise UsageError(f"policy is {policy!r}, expected {' or '.join(POLICIES)}")
-    token = token_file.read_text().strip() if token_file is not None else os.environ.get("STARSD_TOKEN", "")
+    try:
+        token = token_file.read_text().strip() if token_file is not None else os.environ.get("STARSD_TOKEN", "")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token file {token_file} cannot be read: {error}") from error
     return Drafting(policy=Policy(policy), server=server, token=token, trust=trust, codec=codec)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from starsd.edge.answer import Outcome, printable
+from starsd.edge.answer import Outcome, drafted, printable
 from starsd.edge.session import Session
 from starsd.shared.config import Limits, Sampling
 from starsd.shared.console import Progress, emit
@@ -50,7 +50,7 @@ def answer_all(
 
 def _summary(prompt: Prompt, outcome: Outcome) -> str:
     speed = f", {outcome.tokens_per_second:.1f} tokens/s" if outcome.tokens_per_second else ""
-    return f"{prompt.id}: {outcome.new_tokens} tokens{speed}, ended by {outcome.finish_reason}"
+    return f"{prompt.id}: {outcome.new_tokens} tokens{speed}{drafted(outcome)}, ended by {outcome.finish_reason}"
 
 
 def _long_only(progress: Progress) -> Progress:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import ssl
 import threading
 from collections.abc import Callable
@@ -43,9 +44,15 @@ class Link:
         make: Callable[..., Channel] = Channel,
         **channel: object,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("ws", "wss") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            known = parts.scheme in ("ws", "wss") and parts.hostname and parts.port != 0
+        except ValueError:  # brackets that do not match, a port that is none
+            known = False
+        if not known:
             raise UsageError(f"server is {url!r}, expected ws://host:port or wss://host:port")
+        if not re.fullmatch(r"[!-~]{0,1024}", token):
+            raise UsageError("token has spaces, line ends or other characters that no token has, expected one word")
         if token and parts.scheme == "ws" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
             raise UsageError(f"server is {url!r}, expected wss:// where a token is sent")
         self.url = url
@@ -111,10 +118,11 @@ class Link:
                 self.channel.notice = str(error)
                 wait = LONGEST_WAIT
             except InvalidHandshake as error:
-                self.channel.notice = f"server at {self.url} refuses us: {error}"
+                self.channel.notice = f"server at {self.url} refuses us: {error}{_hint(str(error))}"
                 wait = LONGEST_WAIT
             except (OSError, WebSocketException, InvalidURI, asyncio.TimeoutError) as error:
-                self.channel.notice = f"no server at {self.url}: {error}"
+                reason = str(error) or type(error).__name__
+                self.channel.notice = f"no server at {self.url}: {reason}{_hint(reason)}"
             finally:
                 self.channel.disconnected()
             if self._loop.time() - began > STEADY_SECONDS:
@@ -174,6 +182,20 @@ class Link:
             if answer is not None:
                 await socket.send(answer)
             self._woken.set()  # an acknowledgement makes room, a welcome opens sessions
+
+
+_HINTS = {
+    "HTTP 401": "the server wants a token that it knows, see --token-file",
+    "CERTIFICATE_VERIFY_FAILED": "see --trust",
+    "valid HTTP response": "does it speak wss://?",
+    "WRONG_VERSION_NUMBER": "does it speak ws://?",
+    "EOFError": "does it speak ws://?",
+}
+
+
+def _hint(reason: str) -> str:
+    """What to try, where a reason suggests something."""
+    return next((f" ({what})" for sign, what in _HINTS.items() if sign in reason), "")
 
 
 def _tls(trust: Path | None) -> ssl.SSLContext:

@@ -8,6 +8,7 @@ machine and takes less than it says. `down` is a link that was never there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ from starsd.server.limits import LIMITS, ServerLimits
 from starsd.server.packaged import packaged_head
 from starsd.shared.config import DEFAULT_CODEC, DEFAULT_MODEL, Limits, Sampling
 from starsd.shared.console import StderrProgress, emit
-from starsd.shared.errors import UsageError
+from starsd.shared.errors import MissingExtraError, UsageError
 from starsd.shared.profiles import Profile, read_profile
 
 DOWN = "down"
@@ -176,9 +177,12 @@ def command(
         schedule=schedule,
         ngrams=ngrams,
     )
+    if find_spec("torch") is None:
+        raise MissingExtraError("torch", "server")
+    drafter = head or str(packaged_head(model))
     file = recording or ensure_recording(model, precision, prompts or OWN_PROMPTS, max_new_tokens, StderrProgress())
     recordings = read_recordings(file)
-    real = VirtualHead(head or str(packaged_head(model)), model, recordings.header.fingerprint)
+    real = VirtualHead(drafter, model, recordings.header.fingerprint)
     for row in run(bench, real, recordings, rtts, policies):
         if as_json:
             emit(row)

@@ -9,6 +9,7 @@ from starsd.shared.errors import UsageError
 from starsd.shared.limits import MAX_MESSAGE
 
 SCHEDULES = ("batched", "fifo")
+_MOST = {"slots": 65_535, "window": 1 << 20, "nodes": 1024}  # what is allocated at the start, and what a Draft holds
 PAPER_TREE = DynamicTree(total=60, depth=5, top_k=10)  # of `fifo`; arXiv 2601.21622
 
 
@@ -43,6 +44,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in self.__struct_fields__:
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected more than 0")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise UsageError(f"{name} is {getattr(self, name)}, expected at most {most:,}")
         if self.max_nodes < max(self.nodes, PAPER_TREE.total):
             raise UsageError(f"max_nodes is {self.max_nodes}, expected at least a whole tree of {self.nodes}")
         if self.unread < self.max_message:

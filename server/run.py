@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import resource
 import signal
 import ssl
 import sys
@@ -56,9 +57,17 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def allow_descriptors() -> None:
+    """As many open sockets as the system lets us have: idle strangers must not keep edges out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def run(config: ServerConfig, *, as_json: bool = False) -> None:
     """Serve until SIGTERM or SIGINT. SIGHUP loads heads and tokens again, SIGUSR1 goes back to the heads before."""
     tls = tls_context(config)
+    allow_descriptors()
     gateway = Gateway(
         config.limits,
         host=config.host,

@@ -14,7 +14,7 @@ import msgspec
 from starsd.shared.errors import MissingExtraError, StarsdError
 
 REDRAW_SECONDS = 0.1
-_STORAGE = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT)
+_STORAGE = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
 class Progress(Protocol):

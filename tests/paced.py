@@ -25,7 +25,7 @@ PASS_SECONDS = 0.06
 DEVICE = Profile(
     name="paced", hidden=1, pass_ms=((1, 1e3 * PASS_SECONDS), (64, 100.0)), interpolation="linear", prefill_tok_s=2000.0
 )
-RUNS = 3
+RUNS = 5
 SLOWEST = 0.1  # of all steps
 
 

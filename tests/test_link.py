@@ -85,6 +85,10 @@ def greet(connection: ServerConnection, heads: tuple[HeadInfo, ...] = ()) -> Con
     [
         ("http://x", {}, "server is 'http://x', expected ws://host:port or wss://host:port"),
         ("ws://", {}, "server is 'ws://', expected ws://host:port or wss://host:port"),
+        ("ws://localhost:99999", {}, "server is 'ws://localhost:99999', expected ws://host:port or wss://host:port"),
+        ("ws://localhost:abc", {}, "server is 'ws://localhost:abc', expected ws://host:port or wss://host:port"),
+        ("ws://[::1", {}, "server is 'ws://[::1', expected ws://host:port or wss://host:port"),
+        ("wss://x", {"token": "a\nb"}, "token has spaces, line ends or other characters that no token has"),
         ("ws://10.0.0.1:1", {"token": "t"}, "server is 'ws://10.0.0.1:1', expected wss:// where a token is sent"),
         ("wss://x", {"trust": Path("nowhere.pem")}, "certificates in nowhere.pem cannot be read: "),
     ],
@@ -121,7 +125,9 @@ def test_a_server_that_refuses_is_asked_again_in_peace() -> None:
     with server(lambda connection: None, process_request=refuse) as url, linked(url) as link:
         wait_for(lambda: len(asked) == 2)
         assert (link.connected, link.reconnects) == (False, -1)
-        assert link.channel.notice == f"server at {url} refuses us: server rejected WebSocket connection: HTTP 401"
+        refusal = "server rejected WebSocket connection: HTTP 401"
+        hint = "the server wants a token that it knows, see --token-file"
+        assert link.channel.notice == f"server at {url} refuses us: {refusal} ({hint})"
     assert 0.45 < asked[1] - asked[0] < 2
 
 
