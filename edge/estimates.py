@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-from starsd.edge.drafts import Node, Source
+from starsd.edge.drafts import Node
 
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _NEW = 0.25  # weight of a new observation
@@ -128,6 +128,3 @@ class Average:
 def ngram_step(matched: int) -> float:
     """Log-probability that what followed a match of so many tokens follows again: a first guess, then calibrated."""
     return math.log(min(0.9, 0.15 * matched))
-
-
-__all__ = ["Average", "Calibration", "PassCosts", "Response", "Source", "ngram_step"]
