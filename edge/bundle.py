@@ -1,4 +1,4 @@
-"""From a model reference to a bundle on disk; what is missing is exported first, in a process of its own."""
+"""From a model reference to a bundle on disk; a missing or outdated one is exported first, in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from starsd.shared import manifest
 from starsd.shared.config import DEFAULT_PRECISION, PRECISIONS
-from starsd.shared.errors import BundleError, MissingExtraError, ModelError, UsageError
+from starsd.shared.errors import BundleError, MissingExtraError, ModelError, OutdatedBundleError, UsageError
 from starsd.shared.home import parse_ref
 
 FLAVOUR = "ort"
@@ -37,8 +37,13 @@ def ensure_bundle(model: str, precision: str | None = None) -> Path:
     wanted = precision or DEFAULT_PRECISION
     folder = parse_ref(model).bundle(FLAVOUR, wanted)
     if not (folder / manifest.FILE_NAME).is_file():
-        _export(model, wanted)
-    manifest.read(folder)
+        _export(model, wanted, "has no bundle here")
+    try:
+        manifest.read(folder)
+    except OutdatedBundleError as error:
+        print(f"{error}, which begins now", file=sys.stderr, flush=True)
+        _export(model, wanted, "has only a bundle of another version of starsd here")
+        manifest.read(folder)
     return folder
 
 
@@ -52,10 +57,10 @@ def _must_be_a_model(folder: Path) -> None:
         raise UsageError(f"{folder} has neither {manifest.FILE_NAME} nor config.json, expected a bundle or a model")
 
 
-def _export(model: str, precision: str) -> None:
+def _export(model: str, precision: str, why: str) -> None:
     for module in EXPORT_MODULES:
         if find_spec(module) is None:
-            raise CannotExportError(module, model, precision)
+            raise CannotExportError(module, model, precision, why)
     argv = [sys.executable, "-m", "starsd.export.cli", "onnx", model, "--precision", precision]
     last = ""
     with subprocess.Popen(argv, stdout=STDERR, stderr=subprocess.PIPE, text=True, errors="replace") as child:
@@ -71,7 +76,7 @@ def _export(model: str, precision: str) -> None:
 class CannotExportError(MissingExtraError):
     """Exporting is for larger machines; the message says how a bundle gets here from one."""
 
-    def __init__(self, module: str, model: str, precision: str) -> None:
+    def __init__(self, module: str, model: str, precision: str, why: str) -> None:
         super().__init__(module, "export")
         elsewhere = f"run starsd-export onnx {model} --precision {precision} on another machine and give its folder"
-        self.args = (f"{model} has no bundle here and {self.args[0]}, or {elsewhere} as --model",)
+        self.args = (f"{model} {why} and {self.args[0]}, or {elsewhere} as --model",)

@@ -19,7 +19,7 @@ from starsd.edge.target import open_target
 from starsd.shared import manifest
 from starsd.shared.config import DEFAULT_MODEL, DEFAULT_PRECISION, Engine
 from starsd.shared.console import emit
-from starsd.shared.errors import MissingExtraError, StarsdError
+from starsd.shared.errors import MissingExtraError, OutdatedBundleError, StarsdError
 from starsd.shared.home import home, parse_ref
 
 PYTHONS = ((3, 10), (3, 13))
@@ -173,6 +173,9 @@ def _bundles(problems: list[Problem]) -> Iterator[Bundle]:
         name = f"{file.parent.parent.name}/{file.parent.name}"
         try:
             found = manifest.read(file.parent)
+        except OutdatedBundleError as error:
+            problems.append(Problem(str(error), f"its next use does, or starsd models rm {name}", False))
+            continue
         except StarsdError as error:
             problems.append(Problem(str(error), f"starsd models rm {name}, then export it again", True))
             continue

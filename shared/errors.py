@@ -8,6 +8,7 @@
     ├── ModelError                 a model, head or bundle is not what it claims to be
     │   ├── UnsupportedModelError  a family, file format or option we refuse, with what is supported
     │   └── BundleError            a bundle's files and its manifest disagree
+    │       └── OutdatedBundleError  it is of another version of starsd
     ├── DownloadError              a file did not arrive whole
     │   └── HashMismatchError      it arrived, but is not the pinned file
     ├── StorageError               disk full, quota reached, folder not writable
@@ -58,6 +59,10 @@ class UnsupportedModelError(ModelError):
 
 class BundleError(ModelError):
     """A bundle's files and its manifest disagree."""
+
+
+class OutdatedBundleError(BundleError):
+    """A bundle in the format of another version of starsd."""
 
 
 class DownloadError(StarsdError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from starsd.shared.config import FLAVOURS, PRECISIONS
-from starsd.shared.errors import BundleError
+from starsd.shared.errors import BundleError, OutdatedBundleError
 
 FORMAT = 2
 FILE_NAME = "manifest.json"
@@ -110,7 +110,7 @@ def write(manifest: Manifest, folder: Path) -> None:
 def read(folder: Path, *, verify: bool = False) -> Manifest:
     """The manifest of a bundle; its files must exist with the sizes it names, and with its hashes when `verify`.
 
-    Raises BundleError otherwise.
+    Raises BundleError otherwise, of its kind OutdatedBundleError where another version of starsd wrote it.
     """
     path = folder / FILE_NAME
     if not path.is_file():
@@ -119,7 +119,7 @@ def read(folder: Path, *, verify: bool = False) -> Manifest:
         raw = path.read_bytes()
         found = msgspec.json.decode(raw, type=_Format).format
         if found != FORMAT:
-            raise BundleError(f"{path} has format {found}, expected {FORMAT}: export the model again")
+            raise OutdatedBundleError(f"{path} has format {found}, expected {FORMAT}: export the model again")
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise BundleError(f"{path} cannot be read: {error}") from error

@@ -13,7 +13,7 @@ from starsd.edge import bundle
 from starsd.edge.bundle import ensure_bundle
 from starsd.shared import manifest
 from starsd.shared.config import DEFAULT_PRECISION
-from starsd.shared.errors import BundleError, MissingExtraError, ModelError, UsageError
+from starsd.shared.errors import BundleError, MissingExtraError, ModelError, OutdatedBundleError, UsageError
 from starsd.shared.manifest import FeatureSpec, Manifest, ModelShape
 
 WRITE = """
@@ -123,6 +123,36 @@ def test_an_exporter_that_leaves_nothing_is_found_out(
     exporter("pass")
     with pytest.raises(BundleError, match=r"is no bundle: manifest.json is missing"):
         ensure_bundle("hf:a/b")
+
+
+def test_a_bundle_of_another_version_is_exported_again(
+    starsd_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exporter: Callable[[str], list[list[str]]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = outdated(starsd_home / "bundles" / "some--model" / "ort-int8")
+    calls = exporter(
+        f"import shutil; shutil.rmtree({str(folder)!r})\n"
+        + WRITE.format(tests=str(Path(__file__).parent), model="hf:some/model", precision="int8")
+    )
+    with pytest.raises(OutdatedBundleError, match=r"has format 1, expected 2: export the model again$"):
+        ensure_bundle(str(folder))  # named as a folder it is somebody's own
+    with monkeypatch.context() as without:
+        without.setattr(bundle, "find_spec", lambda name: None)
+        with pytest.raises(MissingExtraError, match=r"^hf:some/model has only a bundle of another version of starsd"):
+            ensure_bundle("hf:some/model", "int8")
+    assert calls == []
+    assert ensure_bundle("hf:some/model", "int8") == folder
+    assert manifest.read(folder).format == manifest.FORMAT
+    assert len(calls) == 1
+    assert "has format 1, expected 2: export the model again, which begins now" in capfd.readouterr().err
+
+
+def outdated(folder: Path) -> Path:
+    path = write_bundle(folder, "int8") / manifest.FILE_NAME
+    path.write_text(path.read_text().replace(f'"format": {manifest.FORMAT}', '"format": 1'))
+    return folder
 
 
 def test_without_the_export_extra_it_says_where_to_export(

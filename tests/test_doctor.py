@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bundle import write_bundle
+from test_bundle import outdated, write_bundle
 from tiny_session import ToyTarget
 
 from starsd.scripts import doctor as module
@@ -83,6 +83,13 @@ def test_a_damaged_bundle_is_broken(starsd_home: Path, capsys: pytest.CaptureFix
     assert last.endswith(
         "model.onnx is missing, expected 5 bytes: starsd models rm tiny/ort-int4, then export it again"
     )
+
+
+def test_a_bundle_of_another_version_is_not_broken(starsd_home: Path) -> None:
+    outdated(starsd_home / "bundles" / "tiny" / "ort-int8")
+    [(problem, remedy, broken)] = [found for found in problems(None) if "format" in found[0]]
+    assert problem.endswith("has format 1, expected 2: export the model again")
+    assert (remedy, broken) == ("its next use does, or starsd models rm tiny/ort-int8", False)
 
 
 def test_a_model_may_be_asked_for(starsd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
