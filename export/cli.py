@@ -74,6 +74,7 @@ def train_drafter(
     prompts: Annotated[
         Path | None, typer.Option(help="User turns to answer, JSON lines; default: it asks too.")
     ] = None,
+    start: Annotated[Path | None, typer.Option(help="A head of this target to go on from.")] = SOURCES.start,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = SOURCES.device,
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = RECIPE.dtype,
     minutes: Annotated[float, typer.Option(help="For everything; the schedule is fitted to it.")] = RECIPE.minutes,
@@ -103,7 +104,7 @@ def train_drafter(
         seed=seed,
         dtype=dtype,
     )
-    sources = Sources(data=data, prompts=prompts, tokens=tokens, device=device, cache_gb=cache_gb)
+    sources = Sources(data=data, prompts=prompts, start=start, tokens=tokens, device=device, cache_gb=cache_gb)
     if data is not None and prompts is not None:
         raise UsageError("got --data and --prompts, expected one of them")
     try:

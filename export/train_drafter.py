@@ -30,6 +30,7 @@ from starsd.export.train_head import Head, HeadShape, initialise
 from starsd.export.train_loop import Report, Trainer, stopwatch
 from starsd.export.train_recipe import GENERATED, Recipe, Sources, difference
 from starsd.export.train_save import chain_accepted, record, save_head, write_card, write_recording
+from starsd.export.train_start import start_from
 from starsd.export.train_store import Store
 from starsd.export.train_target import TORCH_DTYPES, BatchTarget, fingerprint
 from starsd.shared.console import Progress, no_progress
@@ -96,6 +97,8 @@ def train_drafter(
     draft = draft_ids(rows.chats.pick(train), recipe.draft_vocab, target.shape.vocab, recipe.user_weight)
     head = Head(HeadShape.of(source, len(draft)), head_rope(source))
     initialise(head, source, torch.from_numpy(draft), recipe.seed)
+    if sources.start is not None:
+        start_from(head, sources.start, draft)
     feeder = Feeder(rows, target, draft, recipe.steps_ahead, recipe.user_weight)
     trainer = Trainer(
         head.to(device),
@@ -125,6 +128,8 @@ def train_drafter(
         "Training": f"{place.step:,} steps, {place.epoch} whole epochs, {place.seconds / 60:.0f} minutes, {dtype}, "
         + device.type,
     }
+    if sources.start is not None:
+        facts["Started from"] = "an earlier head of this target"
     label = model if not Path(model).is_dir() else Path(model).resolve().name
     write_card(out, name=label, recipe=recipe, facts=facts, found=found, accepted=agreed.tolist())
     return Result(str(out), size, place.step, place.epoch, round(clock(), 1), found.per_depth, found.tau)

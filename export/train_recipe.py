@@ -58,6 +58,7 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
 
     data: Path | None = None  # an .npz of chats or a folder of them; None: the target writes its own
     prompts: Path | None = None  # user turns to answer instead of turns the target makes up
+    start: Path | None = None  # a head of the same target to go on from; None: the target's own last layer
     tokens: int = 0  # 0: all of `data`, or GENERATED
     device: str = "cpu"
     cache_gb: float = 8.0  # of taps on disk; the taps of chats beyond it are computed again when needed

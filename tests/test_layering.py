@@ -64,6 +64,7 @@ HEAVY = {
         "export/train_head.py",
         "export/train_loop.py",
         "export/train_save.py",
+        "export/train_start.py",
         "export/train_store.py",
         "export/train_target.py",
         "scripts/bench_drafter.py",
