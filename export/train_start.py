@@ -18,8 +18,8 @@ _FILE = "model.safetensors"
 def start_from(head: Head, folder: Path, draft_ids: Ints) -> int:
     """Copy a folder of `save_head` into an initialised head whose draft vocabulary is `draft_ids`.
 
-    Rows of `lm_head` for ids that the earlier head could not draft stay as they are; how many those are. Raises
-    ModelError when the folder is no head of this shape.
+    Rows of `lm_head` for ids that the earlier head could not draft are moved as the others are on average; how many
+    those are. Raises ModelError when the folder is no head of this shape.
     """
     try:
         tensors = load_file(folder / _FILE)
@@ -41,6 +41,10 @@ def start_from(head: Head, folder: Path, draft_ids: Ints) -> int:
                 raise ModelError(f"{folder / _FILE} has {name} {got}, expected {expected}: it is another target's head")
             if name != "lm_head.weight":
                 parameter.copy_(tensors[name])
-        rows, theirs = zip(*known, strict=True) if known else ((), ())
-        head.lm_head.weight[list(rows)] = earlier[list(theirs)].to(head.lm_head.weight.dtype)
+        rows, theirs = ([pair[side] for pair in known] for side in (0, 1))
+        if known:
+            learnt = earlier[theirs].to(head.lm_head.weight.dtype)
+            # what training did to all rows alike is done to the unknown ones, else their logits outbid all others
+            head.lm_head.weight += (learnt - head.lm_head.weight[rows]).mean(0)
+            head.lm_head.weight[rows] = learnt
     return len(draft_ids) - len(known)
