@@ -120,6 +120,32 @@ def train_drafter(
     print(f"{result.bytes / 1e6:.1f} MB, {result.tau:.2f} tokens a step (chain, held out)", file=sys.stderr)
 
 
+@app.command()
+def phrases(
+    *,
+    target: Annotated[str, typer.Option(help="smollm2-135m, hf:org/name or a folder.")] = DEFAULT_MODEL,
+    data: Annotated[Path, typer.Option(help="Chats that it wrote: an .npz or a folder of them.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("phrases.npz"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Count what often follows what in a target's own chats: drafts that a device has at hand without any server."""
+    from starsd.export.checkpoint import Checkpoint
+    from starsd.export.phrases import count_phrases, write_phrases
+    from starsd.export.pull import pull
+    from starsd.export.train_data import read_chats
+
+    vocab = Checkpoint(pull(target, StderrProgress())).shape.vocab
+    chats = read_chats(data, vocab)
+    arrays = count_phrases(chats, vocab)
+    contexts = len(arrays["singles_keys"]) + len(arrays["pairs_keys"])
+    row = {"file": str(out), "bytes": write_phrases(out, arrays), "contexts": contexts, "tokens": len(chats.tokens)}
+    if as_json:
+        emit(row)
+        return
+    typer.echo(row["file"])
+    print(f"{contexts:,} contexts of {row['tokens']:,} tokens, {row['bytes'] / 1e6:.1f} MB", file=sys.stderr)
+
+
 def _tell(row: dict[str, Any]) -> None:
     """A row of training as a line on stderr."""
     values = (f"{name} {value}" for name, value in row.items() if name != "event")

@@ -164,3 +164,14 @@ def _exchange(one: Path, other: Path) -> bool:
     except (OSError, AttributeError):
         return False
     return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.tmp")
+    with storage_errors(path):
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)

@@ -3,7 +3,7 @@
     OUT/cache        chats with what the target said about them; safe to delete when the head is done
     OUT/checkpoint   the newest state of training, from which the same command goes on
     OUT/chats.npz    chats that the target wrote, as `--data` takes them
-    OUT/…            the head: config.json, model.safetensors, README.md, recording.npz
+    OUT/…            the head: config.json, model.safetensors, README.md, recording.npz; and phrases.npz for devices
 
 `minutes` is for everything but the recording at the end (two to four times 128 tokens, one by one). Preparing the chats
 may take half of it: those not ready by then are left out.
@@ -23,6 +23,7 @@ import torch
 
 from starsd.export import train_checkpoint
 from starsd.export.checkpoint import Checkpoint
+from starsd.export.phrases import count_phrases, write_phrases
 from starsd.export.pull import pull
 from starsd.export.train_batch import Feeder, draft_ids
 from starsd.export.train_data import Chats, Ints, choose, held_out, read_chats, require_enough, write_chats
@@ -95,10 +96,7 @@ def train_drafter(
     order = np.random.default_rng(recipe.seed).permutation(len(rows.chats))
     held, train = np.split(order, [held_out(len(order), recipe.held_out)])
     draft = draft_ids(rows.chats.pick(train), recipe.draft_vocab, target.shape.vocab, recipe.user_weight)
-    head = Head(HeadShape.of(source, len(draft)), head_rope(source))
-    initialise(head, source, torch.from_numpy(draft), recipe.seed)
-    if sources.start is not None:
-        start_from(head, sources.start, draft)
+    head = _head(source, draft, recipe.seed, sources.start)
     feeder = Feeder(rows, target, draft, recipe.steps_ahead, recipe.user_weight)
     trainer = Trainer(
         head.to(device),
@@ -118,6 +116,7 @@ def train_drafter(
     found = trainer.measure()
 
     size = save_head(out, head, source, draft)
+    write_phrases(out / "phrases.npz", count_phrases(rows.chats.pick(train), target.shape.vocab))
     arrays, text, features = record(target, rows, held)
     agreed = chain_accepted(head, target.embedding, draft, text, features, recipe.steps_ahead)
     write_recording(out / "recording.npz", {**arrays, "chain_accepted": agreed})
@@ -133,6 +132,15 @@ def train_drafter(
     label = model if not Path(model).is_dir() else Path(model).resolve().name
     write_card(out, name=label, recipe=recipe, facts=facts, found=found, accepted=agreed.tolist())
     return Result(str(out), size, place.step, place.epoch, round(clock(), 1), found.per_depth, found.tau)
+
+
+def _head(source: Checkpoint, draft: Ints, seed: int, start: Path | None) -> Head:
+    """Where training begins."""
+    head = Head(HeadShape.of(source, len(draft)), head_rope(source))
+    initialise(head, source, torch.from_numpy(draft), seed)
+    if start is not None:
+        start_from(head, start, draft)
+    return head
 
 
 def open_device(name: str) -> torch.device:

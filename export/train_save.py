@@ -27,12 +27,12 @@ from safetensors.torch import save
 from torch.nn import functional as F
 
 from starsd.export.checkpoint import Checkpoint
-from starsd.export.staging import size_text
+from starsd.export.staging import replace, size_text
 from starsd.export.train_data import Ints, Role
 from starsd.export.train_head import Head
 from starsd.export.train_loop import Acceptance
 from starsd.export.train_recipe import Recipe
-from starsd.export.train_store import Rows, replace
+from starsd.export.train_store import Rows
 from starsd.export.train_target import BatchTarget
 
 RECORDED = 128

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from starsd.export.staging import storage_errors
+from starsd.export.staging import replace, storage_errors
 from starsd.export.train_data import Chats
 from starsd.shared.errors import UsageError
 
@@ -158,14 +158,3 @@ class Store:
         if not count:
             return torch.empty(0, dtype=dtype)
         return torch.from_file(str(self.folder / name), shared=False, size=count, dtype=dtype)
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f".{path.name}.tmp")
-    with storage_errors(path):
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)

@@ -20,6 +20,7 @@ from starsd.export.train_recipe import Recipe
 from starsd.server.drafter import chain, open_drafter
 from starsd.server.recording import read_recording
 from starsd.shared.errors import UsageError
+from starsd.shared.phrases import read_phrases
 
 SHORT = ["--draft-vocab", "128", "--steps-ahead", "4", "--epochs", "1", "--dtype", "fp32", "--held-out", "4"]
 
@@ -51,6 +52,10 @@ def test_the_folder_is_an_eagle3_head(head: Path, target: Path) -> None:
     assert counts[ids.numpy()].sum() > 0.9 * counts.sum()
     config = json.loads((head / "config.json").read_text())
     assert (config["draft_vocab_size"], config["rope_theta"], config["num_hidden_layers"]) == (128, 100_000.0, 1)
+
+
+def test_a_phrasebook_lies_beside_it(head: Path) -> None:
+    assert len(read_phrases(head / "phrases.npz", VOCAB)) > 0
 
 
 def test_the_recording_replays_as_it_says(head: Path, target: Path) -> None:
