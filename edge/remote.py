@@ -22,14 +22,13 @@ import numpy as np
 from starsd.edge.estimates import Response
 from starsd.edge.projector import Projector
 from starsd.shared.clock import Clock, Mailbox
-from starsd.shared.features import Codec, Floats
-from starsd.shared.messages import Close, Draft, Features, Message, Open, Opened, Prefix, Verdict
+from starsd.shared.features import Codec, Floats, holdable
+from starsd.shared.messages import Close, Draft, Features, Message, Open, Opened, Prefix, Race, Verdict
 
 CHUNK = 4096  # bytes of features in a message: what a verdict may have to wait for
 MAX_PREFIX, MAX_VERDICT = 16_384, 2048  # tokens in one message
 REOPEN_SECONDS = 0.5  # at least, after the server closed a session
 MOST_WAITING = 4096  # nodes and messages of drafts that nobody has taken; what comes beyond is dropped
-_LARGEST_HALF = 65504.0
 _SENT_AT = 64  # verdicts whose sending is remembered
 
 
@@ -93,22 +92,33 @@ class RemoteSession:
         self._rows = np.empty((0, width), np.float16)  # a ring, place row % window; made when the first row comes
         self._held = np.full(window, -1)
         self._unsent = np.zeros(window, np.bool_)
+        self._race: Race | None = None
         self._epoch = 0  # lives of the text so far; 0: there is none yet
         self._closing = self.closed = False
         self.lost()
 
     # The conversation's side.
 
-    def begin(self, tokens: Sequence[int], kept: int) -> None:
-        """The conversation is now these tokens, the first `kept` of which are what they were."""
+    def begin(self, tokens: Sequence[int], kept: int, race: Race | None = None) -> None:
+        """The conversation is now these tokens, the first `kept` of which are what they were. The server is told of
+        `race`, by which what follows is drawn, so that its drafts are."""
         with self._lock:
             self._epoch += 1
+            self._race = race
             self._tokens = list(tokens)
             self._said = min(self._said, kept)
             gone = self._held >= kept
             self._held[gone] = -1
             self._unsent[gone] = False
         self._wake()
+
+    def held(self, start: int, stop: int) -> tuple[int, Floats]:
+        """Of the features of rows `start` to `stop` the last that are here without a gap, and the first one's row."""
+        with self._lock:
+            rows = np.arange(start, stop)[-self._window :]
+            missing = np.flatnonzero(self._held[rows % self._window] != rows)
+            rows = rows[missing[-1] + 1 :] if len(missing) else rows
+            return stop - len(rows), self._rows[rows % self._window].astype(np.float32)
 
     def features(self, start: int, rows: Floats) -> None:
         """What the target computed for the tokens from position `start` on, float32 (n, width)."""
@@ -117,7 +127,7 @@ class RemoteSession:
                 self._rows = np.empty((self._window, self._width), np.float16)
             numbers = np.arange(start, start + len(rows))[-self._window :]
             places = numbers % self._window
-            self._rows[places] = _holdable(rows[-self._window :])
+            self._rows[places] = holdable(rows[-self._window :])
             self._held[places], self._unsent[places] = numbers, True
         self._wake()
 
@@ -294,7 +304,8 @@ class RemoteSession:
             self._origin = min(self._origin, start)
             self._unsent |= self._held >= max(start - 1, 0)  # row i is made of token i + 1, too
             self._sent_at.clear()
-            return Prefix(self.number, self._epoch, start, np.array(self._tokens[start : self._said], np.int64))
+            tokens = np.array(self._tokens[start : self._said], np.int64)
+            return Prefix(self.number, self._epoch, start, tokens, self._race)
         start, self._seq = self._said, self._seq + 1
         self._said = min(len(self._tokens), start + MAX_VERDICT)
         tokens = np.array(self._tokens[start : self._said], np.int64)
@@ -314,7 +325,7 @@ class RemoteSession:
         places = np.arange(first, newest + 1) % self._window
         self._unsent[places] = False
         rows = self._rows[places].astype(np.float32)
-        encoded = self._codec.encode(_holdable(rows if self._projector is None else self._projector(rows)))
+        encoded = self._codec.encode(holdable(rows if self._projector is None else self._projector(rows)))
         if self._padding:
             step = len(encoded) // len(rows)
             encoded = b"".join(encoded[i : i + step] + self._padding for i in range(0, len(encoded), step))
@@ -332,8 +343,3 @@ class RemoteSession:
     def _is_unsent(self, row: int) -> bool:
         place = row % self._window
         return bool(self._unsent[place]) and int(self._held[place]) == row
-
-
-def _holdable(rows: Floats) -> Floats:
-    """What float16 holds: a drafter fed a clipped value guesses a little worse, one fed infinity never again."""
-    return np.nan_to_num(rows, nan=0.0, posinf=_LARGEST_HALF, neginf=-_LARGEST_HALF).clip(-_LARGEST_HALF, _LARGEST_HALF)

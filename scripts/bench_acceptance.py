@@ -22,6 +22,7 @@ import numpy as np
 import typer
 
 from starsd.edge.bundle import ensure_bundle
+from starsd.edge.race import race_of
 from starsd.edge.session import fit
 from starsd.edge.target import Target, open_target
 from starsd.edge.verify import Verdict, verify
@@ -52,6 +53,7 @@ class AcceptanceBench:
     limit: int = 0
     dtype: str = "fp32"
     threads: int = 0  # of the target; 0: one per physical core
+    share_noise: bool = True  # the head knows temperature and noise of what is sampled, and drafts by them
 
     def __post_init__(self) -> None:
         if self.codec not in (known := [*CODECS, NO_CODEC]):
@@ -158,8 +160,9 @@ def run(
         tally = Tally()
         for done, ids in enumerate(prompts):
             progress(f"tree {name}", done, len(prompts))
-            session, room = local.open(), target.context - len(ids) + 1  # the last token needs no row
-            sampler, limit = Sampler(sampling, prompt=ids), min(bench.max_new_tokens, room)
+            sampler = Sampler(sampling, choice=done, prompt=ids)  # each prompt has noise of its own
+            session = local.open(race_of(sampler, len(ids)) if bench.share_noise else None)
+            limit = min(bench.max_new_tokens, target.context - len(ids) + 1)  # the last token needs no row
             decode(target, session, ids, shape, sampler, tally, eos=text.eos, limit=limit)
             session.close()
         progress(f"tree {name}", len(prompts), len(prompts))
@@ -199,6 +202,9 @@ def command(
     limit: Annotated[int, typer.Option(help="Prompts to answer; 0: all.")] = _BENCH.limit,
     dtype: Annotated[str, typer.Option(help="Of the head: fp32, bf16, fp16, or int8 products.")] = _BENCH.dtype,
     threads: Annotated[int, typer.Option(help="Of the target; 0: one for each physical core.")] = _BENCH.threads,
+    share_noise: Annotated[
+        bool, typer.Option(help="The head knows the noise that tokens are drawn with, and drafts by it.")
+    ] = _BENCH.share_noise,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")] = False,
 ) -> None:
     """Tokens per pass that a head's trees win on these prompts."""
@@ -211,6 +217,7 @@ def command(
         limit=limit,
         dtype=dtype,
         threads=threads,
+        share_noise=share_noise,
     )
     try:
         for row in run(bench, model, precision, head, StderrProgress()):

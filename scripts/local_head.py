@@ -17,6 +17,7 @@ from starsd.edge.projector import Projector
 from starsd.server.drafter import Draft, DynamicTree, Floats, Ints, SlotLimits, chain
 from starsd.shared.features import codec
 from starsd.shared.home import parse_ref
+from starsd.shared.messages import Race
 
 if TYPE_CHECKING:
     from starsd.server.live_session import LiveSession
@@ -59,9 +60,11 @@ class LocalHead:
         entries = max(1, *(shape.depth * shape.top_k for shape in shapes))
         self.drafter = BatchDrafter(layer, SlotLimits(slots=1, entries=entries), chain(1))
 
-    def open(self) -> LocalSession:
-        """A conversation; one at a time."""
-        return LocalSession(self, self.drafter.open(projected=self._project is not None))
+    def open(self, race: Race | None = None) -> LocalSession:
+        """A conversation whose answer is drawn so; one at a time."""
+        live = self.drafter.open(projected=self._project is not None)
+        live.draw(race)
+        return LocalSession(self, live)
 
     def received(self, rows: Floats) -> Floats:
         """What the server makes of features (n, width) that the target computed."""

@@ -51,6 +51,7 @@ class BatchDrafter:
         self.limits = replace(limits, window=min(limits.window, own)) if own else limits
         self.shape = shape or DynamicTree()
         self.pool = SlotPool(layer, self.limits)
+        self._draft_ids = None if layer.to_target is None else layer.to_target.cpu().numpy()
         if self.shape.top_k > layer.spec.draft_vocab:
             vocab = layer.spec.draft_vocab
             raise UsageError(f"top_k is {self.shape.top_k}, expected at most the draft vocabulary's {vocab}")
@@ -70,6 +71,7 @@ class BatchDrafter:
             width=spec.hidden if projected else spec.features.width,
             projected=projected,
             close=self.pool.release,
+            draft_ids=self._draft_ids,
         )
 
     @torch.inference_mode()
@@ -111,6 +113,7 @@ class BatchDrafter:
             SlotGrowth(self.pool, self.layer, sessions, shape).run,
             self.pool.hidden[slots, self.pool.output],
             shape,
+            lambda level: self._noise([(session, session.rows.last + level - 1) for session in sessions]),
         )
         ids, above, sums = self.layer.target_ids(tokens).cpu().numpy(), parents.cpu().numpy(), scores.cpu().numpy()
         if np.isnan(sums).any():
@@ -195,13 +198,27 @@ class BatchDrafter:
             index = self._index(np.array(of_rows))
             pool.hidden[slots[index], pool.fed] = hidden[index]
             pool.hidden[slots[index], pool.output] = output[index]
-        ids, steps = layer.best(output, self.shape.top_k)
+        of_slot = {session.slot: session for session, _ in work}
+        rows = zip(batch.slots.tolist(), batch.positions.tolist(), strict=True)
+        noise = self._noise([(of_slot[slot], position) for slot, position in rows])
+        ids, steps = layer.best(output, self.shape.top_k, noise)
         found, scores = layer.target_ids(ids).cpu().numpy(), steps.cpu().numpy()
         end = 0
         for (session, plan), own in zip(work, counts, strict=True):
             session.finish(plan, found[end : end + own], scores[end : end + own])
             end += own
         return count
+
+    def _noise(self, rows: Sequence[tuple[LiveSession, int]]) -> torch.Tensor | None:
+        """What rows of these sessions at these positions add to their logits, (n, draft_vocab); None: nothing."""
+        if not any(session.draws for session, _ in rows):
+            return None
+        silence = np.zeros(self.layer.spec.draft_vocab, np.float32)
+        kinds = list(dict.fromkeys(rows))  # rows of one level share theirs
+        drawn = [session.noise(position) for session, position in kinds]
+        place = {kind: number for number, kind in enumerate(kinds)}
+        table = torch.from_numpy(np.stack([silence if noise is None else noise for noise in drawn]))
+        return table.to(self.layer.device)[self._index(np.array([place[row] for row in rows]))]
 
     def _unseen(self, work: list[tuple[LiveSession, Plan]], widest: int) -> tuple[NDArray[np.bool_], int, int]:
         """What each row of the padded batch must not look at, among the columns in use; how many of either kind.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,8 +27,11 @@ class RunLevel(Protocol):
         ...
 
 
+Noise = Callable[[int], torch.Tensor | None]  # of the tokens so many levels below the root, (sessions, draft_vocab)
+
+
 def grow(
-    layer: EagleLayer, run: RunLevel, output: torch.Tensor, shape: DynamicTree
+    layer: EagleLayer, run: RunLevel, output: torch.Tensor, shape: DynamicTree, noise: Noise = lambda level: None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draft ids, parents and scores, each (sessions, total - 1), of all nodes but the root, in generation order.
 
@@ -37,14 +40,15 @@ def grow(
     k, sessions = shape.top_k, len(output)
     if k > layer.spec.draft_vocab:
         raise UsageError(f"top_k is {k}, expected at most the draft vocabulary's {layer.spec.draft_vocab}")
-    tokens, scores = layer.best(output, k)
+    tokens, scores = layer.best(output, k, noise(1))
     hidden = layer.latent(output)[:, None].expand(-1, k, -1)
     slots: torch.Tensor | None = None  # where each frontier node's parent was in the call before
     all_tokens, all_scores, all_parents = [tokens], [scores], [torch.full_like(tokens, -1)]
     frontier = torch.arange(k, device=layer.device).expand(sessions, k)  # its place among all candidates
     for level in range(shape.depth):
         output = run(layer.target_ids(tokens), hidden, slots)
-        ids, steps = layer.best(output.flatten(0, 1), k)
+        drawn = noise(level + 2)
+        ids, steps = layer.best(output.flatten(0, 1), k, None if drawn is None else drawn.repeat_interleave(k, 0))
         found, sums = ids.view(sessions, -1), (scores[:, :, None] + steps.view(sessions, k, k)).flatten(1)
         all_tokens.append(found)
         all_scores.append(sums)

@@ -125,11 +125,16 @@ class EagleLayer:
         """What children of these rows get for `hidden`: o itself, or normed where the head was trained so."""
         return self._norm("norm", output) if self.spec.norm_output else output
 
-    def best(self, output: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def best(
+        self, output: torch.Tensor, count: int, noise: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` likeliest draft ids of each row (n, hidden), best first: int64 and log-probabilities float32,
-        both (n, count). The log-softmax runs over the whole draft vocabulary."""
+        both (n, count). The log-softmax runs over the whole draft vocabulary. `noise` float32 (n, draft_vocab) is what
+        is known of how the target draws (`race.py`)."""
         x = self._norm("norm", output) if self.spec.eagle3 else output
         logits = self._linears["lm_head"](x).float()
+        if noise is not None:
+            logits = logits + noise
         rows, vocab = logits.shape
         if vocab % _BLOCK or vocab // _BLOCK < _MANY * count:
             values, ids = logits.topk(count)

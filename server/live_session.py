@@ -20,8 +20,10 @@ import numpy as np
 
 from starsd.server.drafter import Floats, Ints, SlotLimits
 from starsd.server.live_tree import Delta, LiveTree
+from starsd.server.race import RaceNoise
 from starsd.server.rows import Rows
 from starsd.shared.errors import ModelError, UsageError
+from starsd.shared.messages import Race
 
 CATCH_UP = 16
 _ROOT = np.zeros(1, np.int64)
@@ -55,7 +57,9 @@ class LiveSession:
         width: int,
         projected: bool,
         close: Callable[[int], None],
+        draft_ids: Ints | None = None,
     ) -> None:
+        """`draft_ids` are the target ids that the drafter knows, None where they are all."""
         self.slot = slot
         self.rows = Rows(limits.window)
         self.tree = tree
@@ -65,6 +69,8 @@ class LiveSession:
         self._entries = limits.entries
         self._latent, self._fed = limits.entries, limits.entries + 1  # as in SlotPool.hidden
         self._close: Callable[[int], None] | None = close
+        self._draft_ids = draft_ids
+        self._noise: RaceNoise | None = None
         self._row = -1  # the newest row that has something to be fed; -1: no feature has come yet
         self._true = False  # and that is its true feature
         self._ran = False
@@ -133,6 +139,15 @@ class LiveSession:
             self._row, self._ran = -1, False
         self._moves = [(entry, row) for entry, row in self._moves if row < self.rows.count]
 
+    def draw(self, race: Race | None) -> None:
+        """From now on children are ranked for an answer that is drawn so; None: by probability alone."""
+        self._check()
+        self._noise = None if race is None else RaceNoise(race, self._vocab, self._draft_ids)
+
+    def noise(self, position: int) -> Floats | None:
+        """What is added to the logits of the row here, which are of the token at position + 2: (draft_vocab,)."""
+        return None if self._noise is None else self._noise.at(position + 2)
+
     def restart(self) -> None:
         """Drop all nodes; the newest row runs again before any other."""
         self._check()
@@ -146,6 +161,7 @@ class LiveSession:
             for _, features in self._queue:
                 features[:] = 0
             self._queue.clear()
+            self._noise = None
             self.rows.begin(0)
             self.tree.wipe()
 
@@ -157,6 +173,11 @@ class LiveSession:
     @property
     def closed(self) -> bool:
         return self._close is None
+
+    @property
+    def draws(self) -> bool:
+        """Whether there is noise to rank by."""
+        return self._noise is not None
 
     @property
     def ready(self) -> bool:

@@ -79,6 +79,7 @@ class Served:
         elif message.start > self.live.base:
             raise UsageError(f"prefix has start {message.start}, expected at most {self.live.base}")
         self.live.truncate(message.start)
+        self.live.draw(message.race)
         self.live.commit(message.tokens)
         self.epoch, self.seq, self.received, self.told = message.epoch, 0, 0, 0
         self.bare, self.drafted = True, 0

@@ -15,16 +15,17 @@ import numpy as np
 from starsd.shared.bits import Ints, pack, packed_bytes, unpack, width_of
 from starsd.shared.errors import ProtocolError
 from starsd.shared.limits import Layout, check_count, check_parents, check_rows, check_tokens, name_of
-from starsd.shared.messages import Ack, Draft, Features, Floats, Hot, Prefix, Verdict
+from starsd.shared.messages import Ack, Draft, Features, Floats, Hot, Prefix, Race, Verdict
 
 # Hot messages: the header, tag included. Session and epoch stand in the same place in all that have them.
 HEADERS: dict[type[Any], struct.Struct] = {
-    Prefix: struct.Struct("<BHIII"),  # tag, session, epoch, start, count
+    Prefix: struct.Struct("<BHIIIB"),  # tag, session, epoch, start, count, whether a race follows
     Verdict: struct.Struct("<BHIIIIIH"),  # tag, session, epoch, seq, start, received, lag, count
     Features: struct.Struct("<BHII"),  # tag, session, epoch, start
     Draft: struct.Struct("<BHIIIIHB"),  # tag, session, epoch, seq, base, first, count, shape
     Ack: struct.Struct("<BQ"),  # tag, received
 }
+RACE = struct.Struct("<fQQI")  # temperature, seed, choice, start
 REST = 0x80  # in the shape of a Draft, beside the bits that a distance takes
 MAX_DISTANCE_BITS = 31
 
@@ -62,7 +63,8 @@ def encode_hot(tag: int, message: Hot, layout: Layout | None) -> bytes:
     bits = width_of(layout.vocab - 1)
     match message:
         case Prefix():
-            return HEADERS[kind].pack(*head, message.start, len(tokens)) + pack([(tokens, bits)])
+            race = b"" if message.race is None else _encode_race(message.race)
+            return HEADERS[kind].pack(*head, message.start, len(tokens), bool(race)) + race + pack([(tokens, bits)])
         case Verdict():
             rest = message.seq, message.start, message.received, message.lag, len(tokens)
             return HEADERS[kind].pack(*head, *rest) + pack([(tokens, bits)])
@@ -92,8 +94,12 @@ def decode_hot(kind: type[Any], data: bytes | memoryview, layout: Layout | None)
 
 
 def _decode_prefix(fields: list[int], body: memoryview, layout: Layout) -> Prefix:
-    session, epoch, start, count = fields
-    return Prefix(session, epoch, start, _decode_tokens(Prefix, body, count, layout.vocab))
+    session, epoch, start, count, races = fields
+    if races > 1:
+        raise ProtocolError(f"prefix has race {races}, expected 0 or 1")
+    size = RACE.size if races else 0
+    tokens = _decode_tokens(Prefix, body, count, layout.vocab, before=size)
+    return Prefix(session, epoch, start, tokens, Race(*RACE.unpack_from(body)) if races else None)
 
 
 def _decode_verdict(fields: list[int], body: memoryview, layout: Layout) -> Verdict:
@@ -134,17 +140,28 @@ _DECODE: dict[type[Any], Callable[[list[int], memoryview, Layout], Hot]] = {
 }
 
 
-def _decode_tokens(kind: type[Any], body: memoryview, count: int, vocab: int) -> Ints:
-    (tokens,) = _decode_records(kind, body, count, (width_of(vocab - 1),))
+def _encode_race(race: Race) -> bytes:
+    """Raises ProtocolError where float32 would make another temperature of it."""
+    data = RACE.pack(race.temperature, race.seed, race.choice, race.start)
+    if (rounded := RACE.unpack(data)[0]) != race.temperature:
+        raise ProtocolError(f"race has temperature {race.temperature}, expected a float32 such as {rounded}")
+    return data
+
+
+def _decode_tokens(kind: type[Any], body: memoryview, count: int, vocab: int, *, before: int = 0) -> Ints:
+    """Tokens behind so many bytes."""
+    (tokens,) = _decode_records(kind, body, count, (width_of(vocab - 1),), before=before)
     check_tokens(kind, tokens, vocab)
     return tokens
 
 
-def _decode_records(kind: type[Any], body: memoryview, count: int, widths: tuple[int, ...]) -> list[Ints]:
+def _decode_records(
+    kind: type[Any], body: memoryview, count: int, widths: tuple[int, ...], *, before: int = 0
+) -> list[Ints]:
     """The columns behind a header; no count makes us allocate before there are as many bytes."""
     check_count(kind, count)
-    _check_body(kind, body, packed_bytes(count, sum(widths)))
-    return unpack(body, count, widths)
+    _check_body(kind, body, before + packed_bytes(count, sum(widths)))
+    return unpack(body[before:], count, widths)
 
 
 def _check_body(kind: type[Any], body: memoryview, expected: int) -> None:

@@ -22,6 +22,7 @@ from starsd.shared.messages import (
     Open,
     Opened,
     Prefix,
+    Race,
     Verdict,
     Welcome,
 )
@@ -36,6 +37,8 @@ MAX_DRAFT_NODES = 1_024
 MAX_FEATURE_BYTES = 65_536  # rows of one Features, hence also one row with its padding
 MAX_WIDTH = 65_536
 MAX_BYTES = 2**63 - 1  # that an Ack counts
+MAX_KEY = 2**64 - 1  # of noise
+MAX_TEMPERATURE = 1_000.0
 
 # A frame that a server must be able to take: the longest Prefix of the largest vocabulary, with room for its header.
 MAX_MESSAGE = MAX_PREFIX_TOKENS * 3 + 64
@@ -76,6 +79,9 @@ RANGES: dict[type[Any], tuple[tuple[str, int, int], ...]] = {
     Ack: (("received", 0, MAX_BYTES),),
 }
 
+# Of the race in a Prefix, beside its temperature.
+_RACE = (("seed", 0, MAX_KEY), ("choice", 0, MAX_KEY), ("start", 0, MAX_POSITION))
+
 # A Prefix without tokens would leave the drafter without a newest one; a Verdict without any only reports `received`;
 # a Draft without nodes only says that the tree rests.
 COUNTS: dict[type[Any], tuple[str, int, int]] = {
@@ -111,10 +117,7 @@ def name_of(kind: type[Any]) -> str:
 def check(message: Message) -> None:
     """Raises ProtocolError when a field is out of its range, or fields contradict each other."""
     kind = type(message)
-    for field, low, high in RANGES.get(kind, ()):
-        value = getattr(message, field)
-        if not low <= value <= high:
-            raise ProtocolError(f"{name_of(kind)} has {field} {value}, expected {low} to {high}")
+    _check_ranges(name_of(kind), message, RANGES.get(kind, ()))
     match message:
         case Hello() if message.lowest > message.highest:
             raise ProtocolError(f"hello has lowest {message.lowest}, expected at most highest {message.highest}")
@@ -126,6 +129,8 @@ def check(message: Message) -> None:
             raise ProtocolError("error has retry_after nan, expected seconds")
         case Prefix() | Verdict():
             _check_end(kind, "start", message.start, len(message.tokens))
+            if isinstance(message, Prefix) and message.race is not None:
+                _check_race(message.race)
         case Draft():
             _check_end(kind, "first", message.first, len(message.tokens))
             if not (len(message.tokens) or message.rest):
@@ -161,6 +166,18 @@ def check_rows(size: int, row_bytes: int) -> None:
         raise ProtocolError(f"features have {size} bytes of rows, expected 1 to {MAX_FEATURE_BYTES}")
     if size % row_bytes:
         raise ProtocolError(f"features have {size} bytes of rows, expected a multiple of {row_bytes}")
+
+
+def _check_ranges(name: str, values: object, ranges: tuple[tuple[str, int, int], ...]) -> None:
+    for field, low, high in ranges:
+        if not low <= (value := getattr(values, field)) <= high:
+            raise ProtocolError(f"{name} has {field} {value}, expected {low} to {high}")
+
+
+def _check_race(race: Race) -> None:
+    _check_ranges("race", race, _RACE)
+    if not 0 < race.temperature <= MAX_TEMPERATURE:
+        raise ProtocolError(f"race has temperature {race.temperature}, expected more than 0, at most {MAX_TEMPERATURE}")
 
 
 def _check_end(kind: type[Any], field: str, start: int, count: int) -> None:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-VERSION = 1  # of the protocol; a peer states the lowest and highest that it speaks
+VERSION = 2  # of the protocol; a peer states the lowest and highest that it speaks
 CONNECTION = 0  # the session number of an Error that ends the connection
 
 
@@ -100,14 +100,25 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", forbid_unknown_fields=True
     values: dict[str, float]
 
 
+class Race(msgspec.Struct, frozen=True):
+    """How a sampled answer is drawn: its token at position p is the argmax of logits / `temperature` + noise(`seed`,
+    `choice`, p - `start`, token), where the target's sampling cuts none (`noise.py`)."""
+
+    temperature: float  # of float32 precision, more than 0
+    seed: int  # modulo 2^64
+    choice: int
+    start: int  # position of the answer's first token
+
+
 class Prefix(msgspec.Struct, frozen=True):
     """The text is now its first `start` tokens and these. To a session that holds none, `start` may be any position:
-    what lies before stays unknown."""
+    what lies before stays unknown. With a `race`, drafts are ranked as it draws; without, by probability."""
 
     session: int
     epoch: int
     start: int
     tokens: Ints
+    race: Race | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True):

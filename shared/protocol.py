@@ -1,7 +1,7 @@
 """One side of a connection, without I/O and without a clock: messages in, bytes to send out, and the other way round.
 
     connection = Connection(Role.EDGE)
-    wire.send(connection.send(Hello(1, 1, "edge 1.0")))
+    wire.send(connection.send(Hello(2, 2, "edge 1.0")))
     message = connection.receive(wire.recv())      # None: late, to be ignored
 
 Where the peer breaks the protocol `receive` raises RemoteProtocolError and nothing has changed; `fail` gives the frame

@@ -82,8 +82,8 @@ class OneSession:
 
     def connect(self) -> None:
         self.edge, self.server = Connection(Role.EDGE), Connection(Role.SERVER)
-        self.server.receive(self.edge.send(Hello(1, 1, "edge")))
-        self.edge.receive(self.server.send(Welcome(1, "server", (), 9, 1 << 20)))
+        self.server.receive(self.edge.send(Hello(2, 2, "edge")))
+        self.edge.receive(self.server.send(Welcome(2, "server", (), 9, 1 << 20)))
 
     def _wake(self) -> None:
         self.woken += 1
@@ -151,10 +151,10 @@ class OneChannel:
     def connect(self, *, welcome: bool = True, sessions: int = 9, projector_bytes: int = 0) -> None:
         self.server = Connection(Role.SERVER)
         self.channel.connected()
-        assert self.say() == [Hello(1, 1, "edge 1.0")]
+        assert self.say() == [Hello(2, 2, "edge 1.0")]
         if welcome:
             head = HeadInfo(FINGERPRINT, HEAD, "tiny", projector_bytes)
-            self.hear(Welcome(1, "server", (head,), sessions, 1 << 20))
+            self.hear(Welcome(2, "server", (head,), sessions, 1 << 20))
 
     def say(self, most: int = 1000) -> list[Any]:
         said: list[Any] = []

@@ -32,6 +32,7 @@ from starsd.shared.messages import (
     Open,
     Opened,
     Prefix,
+    Race,
     Stats,
     Verdict,
     Welcome,
@@ -54,14 +55,14 @@ def samples(draw: np.random.Generator) -> list[Message]:
     steps = -draw.exponential(2.0, count).astype(np.float32)
     none = slice(0, 0 if draw.random() < 0.1 else count)  # now and then only the news that the tree rests
     return [
-        Hello(1, 1, "edge 1.0"),
-        Welcome(1, "server 1.0", (HeadInfo("f", "h", "a model"),), 4, 400_000),
+        Hello(2, 2, "edge 1.0"),
+        Welcome(2, "server 1.0", (HeadInfo("f", "h", "a model"),), 4, 400_000),
         OPEN,
         OPENED,
         Close(1),
         Error(1, "no room", 2.0),
         Stats({"tau": 3.5}),
-        Prefix(1, 1, 0, ids),
+        Prefix(1, 1, 0, ids, Race(0.5, 2**64 - 1, 3, count) if draw.random() < 0.5 else None),
         Verdict(1, 1, 1, count, 0, 0, ids[:3]),
         Features(1, 1, 0, draw.bytes(LAYOUT.row_bytes)),
         Draft(1, 1, 0, count, 0, parents[none], ids[none], steps[none], True),

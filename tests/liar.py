@@ -86,7 +86,7 @@ class Liar:
                 fingerprint = "0" * 64 if self.how == "other heads" else FINGERPRINT
                 head = HeadInfo(fingerprint, "ab" * 32, "liar")
                 room = 1024 if self.how == "no room" else 1 << 18
-                return [codec.encode(Welcome(1, "liar", (head,), 1 if self.how == "one session" else 64, room))]
+                return [codec.encode(Welcome(2, "liar", (head,), 1 if self.how == "one session" else 64, room))]
             case Open():
                 return self._opens(message)
             case Prefix(session=session):

@@ -57,7 +57,9 @@ class Schedule:
             draw.choice([0.0005, 0.004, 0.05]),
             unsure=draw.random() < 0.4,
             device=draw.choice([DEVICE, WIDE]),
+            mistaken=seed % 5 == 0,
         )
+        self._shares_noise = seed % 4 > 0
         self._left = 0  # conversations that are under way
         self._calm = False
         self.lines = [self._line(f"edge {number}", number) for number in range(draw.randint(1, 3))]
@@ -77,6 +79,7 @@ class Schedule:
             star.clock.run()
             assert not star.drafter.wrong, star.drafter.wrong[0]
             self.counts["features"] += star.drafter.landed
+            self.counts["drawn"] += star.drafter.drawn
         return self.counts
 
     def _line(self, name: str, number: int) -> VirtualLine:
@@ -161,7 +164,13 @@ class Schedule:
             policy = draw.choice([Policy.NEVER_WAIT, Policy.NEVER_WAIT, Policy.STOP_AND_WAIT, Policy.PLAIN])
             context, noisy = draw.choice([4096, 4096, 200]), draw.random() < 0.3
             session = self.star.session(
-                line, self.text, policy, ngrams=draw.random() < 0.4, noisy=noisy, context=context
+                line,
+                self.text,
+                policy,
+                ngrams=draw.random() < 0.4,
+                noisy=noisy,
+                context=context,
+                share_noise=self._shares_noise,
             )
             said: list[int] = []
             for _ in range(draw.randint(1, 3)):

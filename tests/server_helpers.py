@@ -163,7 +163,7 @@ class Edge:
         self.heard: list[Message] = []
         self.receivers: dict[int, Receiver] = {}
         if hello:
-            self.say(Hello(1, 1, "test"))
+            self.say(Hello(2, 2, "test"))
             self.welcome = self.expect(Welcome)
 
     def say(self, *messages: Message) -> None:

@@ -245,7 +245,7 @@ def test_tree_names() -> None:
     [
         (["--tree", "chain4,sixty"], "tree is 'sixty', expected chain4 (4 drafts in a row) or a number of nodes"),
         (["--tree", "600"], "depth 5 and top_k 10 give 511 nodes, expected 600"),
-        (["--codec", "int2"], "codec 'int2' is unknown, expected one of fp16, int8, int4, none"),
+        (["--codec", "int2"], "codec 'int2' is unknown, expected one of fp16, int8, int4, rot4, rot3, rot2, none"),
         (["--limit", "-1"], "limit is -1 prompts, expected 1 or more, or 0 for all"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0, expected 1 or more"),
         (["--temperature", "-1"], "temperature"),

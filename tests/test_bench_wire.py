@@ -18,12 +18,12 @@ def rows(**changes: Any) -> dict[str, tuple[int, int]]:
 
 
 def test_a_round_by_the_documented_layouts() -> None:
-    """25, 11, 22 and 15 bytes are the headers; 18 bits a token; 18 + 6 + 4 bits a node."""
+    """25, 11, 22 and 16 bytes are the headers; 18 bits a token; 18 + 6 + 4 bits a node."""
     found = rows()
     row = 2 * 32 + 2048
     assert found["verdict"] == (25 + 7, 8 * 503)
     assert found["features"] == (3 * (11 + row), 3 * 2 * 4096)
-    assert found["prefix"] == (15 + 500 * 18 // 8, 8 * 500)
+    assert found["prefix"] == (16 + 500 * 18 // 8, 8 * 500)
     assert found["prefix features"] == (499 * (11 + row), 500 * 2 * 4096)
     assert found["draft"][0] == 22 + 60 * (18 + 6 + 4) // 8
     assert found["round up"] == tuple(a + b for a, b in zip(found["verdict"], found["features"], strict=True))
@@ -46,7 +46,7 @@ def test_what_the_figures_depend_on() -> None:
     assert rows(accepted=0)["features"] == (11 + 2112, 2 * 4096)
     assert rows(codec="fp16")["features"][0] == 3 * (11 + 8192)
     assert rows(hidden=576)["features"] == (11 + 3 * (2 * 5 + 288), 3 * 2 * 576)
-    assert rows(vocab=1024)["prefix"][0] == 15 + 500 * 10 // 8
+    assert rows(vocab=1024)["prefix"][0] == 16 + 500 * 10 // 8
     assert rows(nodes=1)["draft"][0] == 22 + 3
     assert rows(nodes=1, vocab=2)["draft"][0] == 22 + 1
     assert rows(nodes=1024, vocab=3)["draft"][0] > 1024

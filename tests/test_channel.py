@@ -54,7 +54,7 @@ def test_nothing_but_hello_before_welcome() -> None:
     assert one.channel.next_frame() is None
     one.connect(welcome=False)
     assert (one.say(), session.live) == ([], False)
-    one.hear(Welcome(1, "s", (HeadInfo(FINGERPRINT, HEAD, "tiny"),), 9, 1 << 20))
+    one.hear(Welcome(2, "s", (HeadInfo(FINGERPRINT, HEAD, "tiny"),), 9, 1 << 20))
     assert one.say() == [Open(1, FINGERPRINT, 100, "fp16")]
 
 
@@ -172,7 +172,7 @@ def test_a_session_in_which_the_server_breaks_the_rules_is_opened_again_later() 
     [
         (Error(0, "bye"), "server says: bye"),
         (Ack(10**6), "ack has received 1000000, expected "),
-        (Welcome(1, "again", (), 9, 1 << 20), "server sent welcome while the connection is open"),
+        (Welcome(2, "again", (), 9, 1 << 20), "server sent welcome while the connection is open"),
     ],
 )
 def test_what_belongs_to_no_session_ends_the_connection(message: Error, reason: str) -> None:
@@ -186,7 +186,7 @@ def test_a_server_that_takes_only_tiny_messages_is_of_no_use() -> None:
     one = OneChannel()
     one.connect(welcome=False)
     with pytest.raises(RemoteProtocolError, match=r"^server takes messages of 1024 bytes, expected 65600 or more$"):
-        one.hear(Welcome(1, "s", (), 9, 1024))
+        one.hear(Welcome(2, "s", (), 9, 1024))
 
 
 def test_a_refusal_says_why_and_when() -> None:

@@ -30,6 +30,7 @@ from starsd.shared.messages import (
     Open,
     Opened,
     Prefix,
+    Race,
     Stats,
     Verdict,
     Welcome,
@@ -75,7 +76,9 @@ def hots(draw: st.DrawFn) -> tuple[Message, Layout]:
     number, epoch, start = draw(SESSIONS), draw(EPOCHS), draw(POSITIONS)
     match draw(st.sampled_from(HOT)).__name__:
         case "Prefix":
-            return Prefix(number, epoch, start, draw(ids(layout.vocab, 1, 40))), layout
+            keys, temperatures = st.integers(0, 2**64 - 1), st.floats(0, 1000, width=32, exclude_min=True)
+            races = st.none() | st.builds(Race, temperatures, keys, keys, POSITIONS)
+            return Prefix(number, epoch, start, draw(ids(layout.vocab, 1, 40)), draw(races)), layout
         case "Verdict":
             tokens = draw(ids(layout.vocab, 0, 12))
             seq, received, lag = draw(st.integers(1, 2**31 - 1)), draw(POSITIONS), draw(POSITIONS)
@@ -204,7 +207,7 @@ def test_the_longest_prefix_fits_what_a_server_takes() -> None:
 def test_a_count_allocates_nothing(kind: type[Any]) -> None:
     """Headers that promise as much as is allowed, with nothing behind them."""
     _, _, most = limits.COUNTS[kind]
-    fields = {Prefix: (1, 1, 0, most), Verdict: (1, 1, 1, 0, 0, 0, most), Draft: (1, 1, 0, 1, 0, most, 31)}[kind]
+    fields = {Prefix: (1, 1, 0, most, 1), Verdict: (1, 1, 1, 0, 0, 0, most), Draft: (1, 1, 0, 1, 0, most, 31)}[kind]
     frame = HEADERS[kind].pack(TAGS[kind], *fields)
     tracemalloc.start()
     try:

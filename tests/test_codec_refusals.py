@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from starsd.shared.messages import (
     Open,
     Opened,
     Prefix,
+    Race,
     Verdict,
     Welcome,
 )
@@ -31,6 +33,10 @@ LAYOUT = Layout(vocab=49_152, row_bytes=66)
 
 TOKENS = np.array([1, 2])
 STEPS = np.zeros(2, np.float32)
+
+
+def racing(**changed: Any) -> Prefix:
+    return Prefix(1, 1, 0, TOKENS, Race(**{"temperature": 0.5, "seed": 1, "choice": 0, "start": 2, **changed}))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +56,12 @@ STEPS = np.zeros(2, np.float32)
         (Prefix(1, 1, 0, np.array([5, 49_152])), "prefix has token 49152, expected 0 to 49151"),
         (Prefix(1, 1, 0, np.array([-1])), "prefix has token -1, expected 0 to 49151"),
         (Prefix(1, 1, 0, np.array([[1]])), "tokens are int64 [1, 1], expected whole numbers [n]"),
+        (racing(temperature=0.0), "race has temperature 0.0, expected more than 0, at most 1000.0"),
+        (racing(temperature=math.inf), "race has temperature inf, expected more than 0, at most 1000.0"),
+        (racing(temperature=0.8), "race has temperature 0.8, expected a float32 such as 0.800000011920929"),
+        (racing(seed=-1), "race has seed -1, expected 0 to 18446744073709551615"),
+        (racing(choice=2**64), "race has choice 18446744073709551616, expected 0 to 18446744073709551615"),
+        (racing(start=2**31), "race has start 2147483648, expected 0 to 2147483647"),
         (Prefix(1, 1, 0, np.array([1.0])), "tokens are float64 [1], expected whole numbers [n]"),
         (Verdict(1, 1, 0, 0, 0, 0, TOKENS), "verdict has seq 0, expected 1 to 2147483647"),
         (Verdict(1, 1, 1, 0, 0, 0, np.zeros(4097, int)), "verdict has 4097 tokens, expected 0 to 4096"),
@@ -104,8 +116,16 @@ def control(kind: type[Any], **fields: Any) -> bytes:
         (hot(Verdict, 3, 1, 1, 0, 0, 0, 4097), "verdict has 4097 tokens, expected 0 to 4096", 3),
         (hot(Verdict, 3, 0, 1, 0, 0, 0, 0), "verdict has epoch 0, expected 1", 3),
         (hot(Verdict, 3, 1, 1, 0, 0, 0, 1, body="00c0"), "verdict has token 49152, expected 0 to 49151", 3),
-        (hot(Prefix, 3, 1, 2**31, 1, body="0000"), "prefix has start 2147483648, expected 0 to 2147483647", 3),
-        (hot(Prefix, 3, 1, 0, 2**32 - 1), "prefix has 4294967295 tokens, expected 1 to 131072", 3),
+        (hot(Prefix, 3, 1, 2**31, 1, 0, body="0000"), "prefix has start 2147483648, expected 0 to 2147483647", 3),
+        (hot(Prefix, 3, 1, 0, 1, 2, body="0000"), "prefix has race 2, expected 0 or 1", 3),
+        (hot(Prefix, 3, 1, 0, 1, 1, body="0000"), "prefix takes 18 bytes, expected 42", 3),
+        (
+            hot(Prefix, 3, 1, 0, 1, 1, body="00" * 26),
+            "race has temperature 0.0, expected more than 0, at most 1000.0",
+            3,
+        ),
+        (hot(Prefix, 3, 1, 0, 1, 1, body="0000c07f" + "00" * 22), "race has temperature nan, expected more than 0", 3),
+        (hot(Prefix, 3, 1, 0, 2**32 - 1, 0), "prefix has 4294967295 tokens, expected 1 to 131072", 3),
         (hot(Features, 3, 1, 0), "features have 0 bytes of rows, expected 1 to 65536", 3),
         (hot(Draft, 3, 1, 0, 1, 0, 1, 32), "draft has distances of 32 bits, expected at most 31", 3),
         (hot(Draft, 3, 1, 0, 1, 0, 1, 0, body="000010"), "bits after the last value are set, expected zeros", 3),

@@ -170,9 +170,9 @@ def test_large_frames_are_not_even_read(server: Server) -> None:
 
 def test_versions_that_nobody_speaks_are_refused_politely(server: Server) -> None:
     edge = Edge(server[1], hello=False)
-    frame = edge.connection.send(Hello(1, 1, "x"))
+    frame = edge.connection.send(Hello(2, 2, "x"))
     edge.say_raw(bytes([frame[0]]) + msgspec.msgpack.encode(Hello(8, 9, "future")))
-    assert edge.expect(Error).message == "client speaks protocol 8 to 9, expected 1 to 1: update the server"
+    assert edge.expect(Error).message == "client speaks protocol 8 to 9, expected 2 to 2: update the server"
     edge.close()
 
 
@@ -214,7 +214,7 @@ from starsd.shared.messages import Hello, Open
 from starsd.shared.protocol import Connection, Role
 connection = Connection(Role.EDGE)
 with connect({url!r}, compression=None) as socket:
-    socket.send(connection.send(Hello(1, 1, "client")))
+    socket.send(connection.send(Hello(2, 2, "client")))
     connection.receive(socket.recv())
     for number in range(1, 7):
         socket.send(connection.send(Open(number, {fingerprint!r}, 96, "fp16")))

@@ -75,8 +75,8 @@ def wait_for(check: Callable[[], object], seconds: float = 20.0) -> float:
 
 def greet(connection: ServerConnection, heads: tuple[HeadInfo, ...] = ()) -> Connection:
     ours = Connection(Role.SERVER)
-    assert ours.receive(connection.recv()) == Hello(1, 1, "edge 1.0")  # type: ignore[arg-type]
-    connection.send(ours.send(Welcome(1, "server", heads, 9, 1 << 20)))
+    assert ours.receive(connection.recv()) == Hello(2, 2, "edge 1.0")  # type: ignore[arg-type]
+    connection.send(ours.send(Welcome(2, "server", heads, 9, 1 << 20)))
     return ours
 
 

@@ -10,6 +10,7 @@ from starsd.server.peer import Peer
 from starsd.shared import codec
 from starsd.shared.limits import Layout
 from starsd.shared.messages import (
+    VERSION,
     Ack,
     Close,
     Draft,
@@ -37,7 +38,7 @@ class Pair:
         self.peer = Peer(b"1", "", SMALL)
         self.edge = Connection(Role.EDGE)
         self.heard: list[Message] = []
-        assert self.say(Hello(1, 1, "edge")) == []
+        assert self.say(Hello(2, 2, "edge")) == []
 
     def say(self, *messages: Message, room: bool = True) -> list[bytes]:
         """What the worker is sent of it."""
@@ -70,7 +71,7 @@ def test_welcome_names_heads_and_limits() -> None:
     (welcome,) = pair.heard
     assert isinstance(welcome, Welcome)
     assert welcome.heads == HEADS
-    assert (welcome.version, welcome.max_sessions, welcome.max_message) == (1, SMALL.sessions, SMALL.max_message)
+    assert (welcome.version, welcome.max_sessions, welcome.max_message) == (VERSION, SMALL.sessions, SMALL.max_message)
     assert welcome.server.startswith("starsd ")
 
 
@@ -209,7 +210,7 @@ def test_a_worker_that_breaks_the_protocol_harms_one_session() -> None:
 
 def test_slow_readers_are_known_by_what_waits() -> None:
     peer = Peer(b"1", "", msgspec.structs.replace(SMALL, unsent=100))
-    peer.take(codec.encode(Hello(1, 1, "edge")), HEADS, room=True)
+    peer.take(codec.encode(Hello(2, 2, "edge")), HEADS, room=True)
     assert peer.waiting_bytes == sum(map(len, peer.waiting)) > 100
     assert peer.overflows
     peer.pop()

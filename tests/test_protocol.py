@@ -234,7 +234,7 @@ def test_as_many_sessions_as_the_server_allows() -> None:
 
 def test_frames_as_long_as_the_server_allows() -> None:
     pair = active()
-    text = r"^prefix takes 2640 bytes, expected at most 2000$"
+    text = r"^prefix takes 2641 bytes, expected at most 2000$"
     with pytest.raises(LocalProtocolError, match=text):
         pair.edge.send(Prefix(1, 2, 0, np.zeros(3000, int)))
     with pytest.raises(RemoteProtocolError, match=text) as error:
@@ -305,5 +305,5 @@ def test_an_edge_refuses_a_version_it_does_not_speak(version: int, older: str) -
 
 
 def test_an_edge_says_the_versions_it_speaks() -> None:
-    with pytest.raises(LocalProtocolError, match=r"^hello has versions 1 to 2, expected 1 to 1$"):
-        Connection(Role.EDGE).send(Hello(1, 2, "edge"))
+    with pytest.raises(LocalProtocolError, match=r"^hello has versions 2 to 3, expected 2 to 2$"):
+        Connection(Role.EDGE).send(Hello(2, 3, "edge"))

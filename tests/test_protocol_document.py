@@ -15,6 +15,7 @@ from starsd.shared.hot_codec import LEVELS
 from starsd.shared.messages import (
     HeadInfo,
     Message,
+    Race,
 )
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "protocol.md"
@@ -36,6 +37,8 @@ def documented() -> list[tuple[Message, Layout, bytes]]:
                 fields[name] = np.array(fields[name], dtype)
         if "heads" in fields:
             fields["heads"] = tuple(HeadInfo(**head) for head in fields["heads"])
+        if "race" in fields:
+            fields["race"] = Race(**fields["race"])
         message = getattr(messages, node.func.id)(**fields)
         data = bytes.fromhex("".join(line.partition("#")[0] for line in dump.splitlines()))
         found.append((message, Layout(int(vocab), int(row_bytes)), data))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from edge_ends import FINGERPRINT, VOCAB, WIDTH, WINDOW, OneSession, draft, of, rows, shown
 
-from starsd.edge.remote import MAX_PREFIX, MAX_VERDICT, MOST_WAITING, REOPEN_SECONDS, Due, Urgency
+from starsd.edge.remote import MAX_PREFIX, MAX_VERDICT, MOST_WAITING, REOPEN_SECONDS, Due, RemoteSession, Urgency
 from starsd.shared.features import codec
-from starsd.shared.messages import Close, Error, Features, Open, Opened, Prefix, Verdict
+from starsd.shared.messages import Close, Error, Features, Open, Opened, Prefix, Race, Verdict
 
 TEXT = list(range(20, 30))
 
@@ -98,6 +98,20 @@ def test_what_is_too_long_for_one_message_follows_in_the_next() -> None:
     said = one.say()
     assert [type(message) for message in said] == [Prefix, *[Verdict] * (MAX_PREFIX // MAX_VERDICT)]
     assert sum(len(message.tokens) for message in said) == len(text)
+
+
+def test_how_an_answer_is_drawn_is_said_with_its_text_and_again_after_a_loss() -> None:
+    one, race = OneSession(), Race(0.5, 7, 1, len(TEXT))
+    one.session.begin(TEXT, 0, race)
+    one.open()
+    assert [message.race for message in of(one.say(), Prefix)] == [race]
+    one.session.commit([1, 2])
+    one.session.lost()
+    one.connect()
+    one.open()
+    assert [(len(message.tokens), message.race) for message in of(one.say(), Prefix)] == [(len(TEXT) + 2, race)]
+    one.session.begin([*TEXT, 1, 2, 3], len(TEXT))
+    assert [message.race for message in of(one.say(), Prefix)] == [None]
 
 
 def test_a_text_of_one_token_has_no_rows() -> None:
@@ -300,3 +314,19 @@ def test_closing() -> None:
     cut.session.close()
     cut.session.lost()
     assert (cut.say(), cut.session.closed) == ([], True)
+
+
+def test_features_are_handed_over_as_far_back_as_there_is_no_gap() -> None:
+    session = OneSession(window=8).session
+    session.begin(list(range(12)), 0)
+    for start, count in ((0, 3), (4, 3)):
+        session.features(start, rows(start, count))
+    assert [held_rows(session, *asked) for asked in ((0, 7), (0, 3), (2, 4), (6, 6))] == [[4, 5, 6], [0, 1, 2], [], []]
+    session.features(7, rows(7, 4))  # the oldest make room
+    assert held_rows(session, 0, 11) == [4, 5, 6, 7, 8, 9, 10]
+
+
+def held_rows(session: RemoteSession, start: int, stop: int) -> list[int]:
+    first, found = session.held(start, stop)
+    assert found[:, 0].tolist() == list(range(first, stop))
+    return list(range(first, stop))

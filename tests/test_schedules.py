@@ -24,7 +24,7 @@ def test_no_schedule_changes_a_token(text: Text, first: int) -> None:
     counts = Counter[str]()
     for seed in range(first, first + AT_ONCE):
         counts += schedules.run(seed, text)
-    assert min(counts[what] for what in ("cut", "hole", "restart", "replace", "remote", "features")) > 5
+    assert min(counts[what] for what in ("cut", "hole", "restart", "replace", "remote", "features", "drawn")) > 5
     assert counts["tokens"] > 30 * AT_ONCE
 
 

@@ -22,6 +22,7 @@ from starsd.shared.messages import (
     Hello,
     Opened,
     Prefix,
+    Race,
     Stats,
     Verdict,
 )
@@ -57,6 +58,17 @@ def received(local: Local, tokens: np.ndarray, peer: bytes = b"a") -> Receiver:
     for draft in local.of(Draft, peer):
         receiver.take(draft)
     return receiver
+
+
+def test_a_prefix_says_how_its_answer_is_drawn_until_the_next(local: Local) -> None:
+    tokens, found = begun(local), []
+    for epoch, race in enumerate([None, Race(1.0, 7, 0, len(tokens)), None], start=2):
+        local.heard.clear()
+        local.say(b"a", Prefix(1, epoch, 0, tokens, race), Features(1, epoch, 0, text(12, 1)[1]))
+        local.turn(20)
+        found.append([draft.tokens.tolist() for draft in local.of(Draft)])
+    assert found[0] == found[2] != found[1]
+    assert found[1]
 
 
 def test_opening_says_what_there_is(local: Local) -> None:
@@ -175,7 +187,7 @@ def test_a_wrong_message_ends_its_session_and_no_other(local: Local, message: An
             "codec 'int5' is unknown, expected one of fp16, int8, int4",
         ),
         (opening(1, padding=65536), "a feature row takes 65728 bytes, expected at most 65536"),
-        (Hello(1, 1, "x"), "got hello, expected what an edge sends"),
+        (Hello(2, 2, "x"), "got hello, expected what an edge sends"),
         (Ack(4), "got ack, expected what an edge sends"),
     ],
 )

@@ -25,7 +25,7 @@ from starsd.shared.messages import (
 from starsd.shared.protocol import Connection, ConnectionState, Role, SessionState
 
 LAYOUT = Layout(vocab=100, row_bytes=6)
-HELLO, WELCOME = Hello(1, 1, "edge 1.0"), Welcome(1, "server 1.0", (), 3, 2_000)
+HELLO, WELCOME = Hello(2, 2, "edge 1.0"), Welcome(2, "server 1.0", (), 3, 2_000)
 
 
 def request(session: int = 1) -> Open:
