@@ -108,6 +108,35 @@ class TextStream:
         return text + self._stops.finish(), hit
 
 
+class TokenBytes:
+    """What single tokens stand for, in the middle of a text: a part of a character too; special tokens their name.
+
+    Raises UnsupportedModelError where a tokenizer has no plain token to put others behind.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        kinds = _decoder_kinds(tokenizer)
+        self._byte_level, self._byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
+        self._special = {
+            id: token.content for id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self._anchor, self._anchor_text = (0, "") if self._byte_level else _find_anchor(tokenizer, set(self._special))
+
+    def __call__(self, token: int) -> bytes:
+        """Nothing for ids of no token."""
+        if token in self._special:
+            return self._special[token].encode()
+        spelled = self._tokenizer.id_to_token(token)
+        if spelled is None:
+            return b""
+        if self._byte_level:
+            return _byte_level(spelled)
+        if self._byte_fallback and _BYTE_TOKEN.fullmatch(spelled):
+            return bytes([int(spelled[3:5], 16)])
+        return str(self._tokenizer.decode([self._anchor, token]))[len(self._anchor_text) :].encode()
+
+
 class _ByteLevel:
     """Tokens spell bytes in GPT-2's alphabet; the bytes of all tokens are one UTF-8 text."""
 
@@ -117,13 +146,7 @@ class _ByteLevel:
 
     def push(self, token: int) -> str:
         spelled = self._tokenizer.id_to_token(token)
-        if spelled is None:
-            return ""
-        try:
-            raw = bytes(_BYTE_OF[character] for character in spelled)
-        except KeyError:  # an added token with characters outside the alphabet stands for itself
-            raw = spelled.encode()
-        return self._decoder.decode(raw)
+        return "" if spelled is None else self._decoder.decode(_byte_level(spelled))
 
     def finish(self) -> str:
         text = self._decoder.decode(b"", final=True)
@@ -190,6 +213,13 @@ def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:
     decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())  # the whole tokenizer's JSON takes 50 ms
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     return ["Strip at the end" if step.get("stop") else str(step["type"]) for step in steps]
+
+
+def _byte_level(spelled: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[character] for character in spelled)
+    except KeyError:  # an added token with characters outside the alphabet stands for itself
+        return spelled.encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from starsd.edge.detokenize import Detokenizer, StopStrings, TextStream
+from starsd.edge.detokenize import Detokenizer, StopStrings, TextStream, TokenBytes
 from starsd.shared.errors import UnsupportedModelError, UsageError
 
 CORPUS = [
@@ -211,3 +211,27 @@ def test_a_stop_string_in_the_last_bytes_is_found_at_the_end() -> None:
     run = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "é👋".encode()]
     assert [stream.push(id) for id in run] == [("", False)] * len(run)
     assert stream.finish() == ("é", True)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_bytes_of_tokens_join_to_the_text(kind: str) -> None:
+    tokenizer = made(kind)
+    bytes_of = TokenBytes(tokenizer)
+    for text in CORPUS[:2] if kind != "byte_level" else CORPUS:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        whole = b"".join(map(bytes_of, ids)).decode()
+        assert whole == (text if kind == "byte_level" else f" {text}")  # marks of a word's start are spaces
+
+
+def test_bytes_of_parts_of_characters_and_of_special_tokens() -> None:
+    bytes_of = TokenBytes(byte_level())
+    ids = byte_level().encode("👋", add_special_tokens=False).ids
+    assert len(ids) > 1
+    assert b"".join(map(bytes_of, ids)) == "👋".encode()
+    with pytest.raises(UnicodeDecodeError):
+        bytes_of(ids[0]).decode()
+    assert bytes_of(byte_level().token_to_id("</s>")) == b"</s>"
+    assert bytes_of(byte_level().token_to_id("<tool call>")) == b"<tool call>"
+    assert bytes_of(10**6) == b""
+    fallback = TokenBytes(byte_fallback())
+    assert fallback(byte_fallback().token_to_id("<0xE4>")) == b"\xe4"
