@@ -13,15 +13,20 @@ from __future__ import annotations
 import time
 import unicodedata
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from starsd.edge.detokenize import TextStream
+from starsd.edge.drafts import Source
 from starsd.edge.speculator import Counts
 from starsd.edge.target import Floats
 from starsd.edge.verify import Verdict, verify
-from starsd.shared.sampling import Sampler
+from starsd.shared.sampling import Sampler, TokenLogprob
+
+if TYPE_CHECKING:
+    from starsd.edge.grammar import Matcher
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +38,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: list[int]
     text: str
-    finish_reason: str  # stop: an end token or a stop string; length: no tokens or no context left
+    finish_reason: str  # stop: an end token, a stop string, a grammar's end; length: no tokens or no context left
     new_tokens: int
     passes: int
     accepted_remote: int = 0
@@ -53,22 +58,32 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Piece:
-    """What a step adds: its tokens, and the text that became certain, often none. The last piece has the outcome."""
+    """What a step adds: its tokens, and the text that became certain, often none. The last piece has the outcome.
+
+    `sources` say for each token who had proposed it: `remote`, `ngram`, `phrase`, `grammar` (nothing else was legal),
+    or `target`: nobody. `logprobs` has one for each token, where they were asked for. While a long prompt is read,
+    pieces are empty.
+    """
 
     text: str
     tokens: list[int]
     outcome: Outcome | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    sources: tuple[str, ...] = ()
 
 
 @dataclass
 class Answer:
-    """Ends at a token in `eos`, at a stop string of `stream`, or after `limit` tokens."""
+    """Ends at a token in `eos`, at a stop string of `stream`, where the grammar of `matcher` is complete, or after
+    `limit` tokens. `sampler` masks by the same matcher."""
 
     sampler: Sampler
     stream: TextStream
     eos: Collection[int]
     limit: int
     now: Callable[[], float] = time.perf_counter
+    matcher: Matcher | None = None
+    top_logprobs: int | None = None
     finish_reason: str = ""
     _ids: list[int] = field(default_factory=list)
     _text: list[str] = field(default_factory=list)
@@ -96,31 +111,61 @@ class Answer:
             limit=self.limit - len(self._ids),
             epsilon=epsilon,
             trusted=trusted,
+            top_logprobs=self.top_logprobs,
         )
 
-    def take(self, verdict: Verdict) -> tuple[Piece, list[int]]:
-        """Add the verdict up to where the answer ends; the piece that makes, and the rows to commit for it."""
+    def take(self, verdict: Verdict, sources: Sequence[str]) -> tuple[Piece, list[int]]:
+        """Add the verdict up to where the answer ends; the piece that makes, and the rows to commit for it.
+
+        `sources` are those of its tokens.
+        """
         self._passes += 1
         self._near_ties += verdict.near_ties
+        began = len(self._ids)
         shown: list[str] = []
-        fresh: list[int] = []
         rows: list[int] = []
         for row, token in zip(verdict.rows, verdict.tokens, strict=True):
             rows.append(row)
-            if token in self.eos:
-                self.finish_reason = "stop"
+            shown.append(self._add(token))
+            if self.finish_reason:
                 break
-            fresh.append(token)
-            text, stopped = self.stream.push(token)
-            shown.append(text)
-            if stopped:
-                self.finish_reason = "stop"
-                break
-        self._ids += fresh
+        count = len(self._ids) - began
+        logprobs, known = verdict.logprobs[:count], [*sources[:count]]
+        if self.matcher is not None and not self.finish_reason:
+            shown += self._complete(self.matcher)
+            forced = self._ids[began + count :]
+            known += [Source.GRAMMAR.name.lower()] * len(forced)
+            if self.top_logprobs is not None:
+                logprobs += [TokenLogprob(token, 0.0, ((token, 0.0),)[: self.top_logprobs]) for token in forced]
         if not self.finish_reason and len(self._ids) >= self.limit:
             self.finish_reason = "length"
         self._prefilled = self._prefilled or self.now()
-        return self._piece(shown, fresh), rows
+        piece = self._piece(shown, self._ids[began:])
+        return replace(piece, logprobs=tuple(logprobs), sources=tuple(known)), rows
+
+    def _add(self, token: int) -> str:
+        """A token more, unless it is an end token; the text that became certain."""
+        if token in self.eos:
+            self.finish_reason = "stop"
+            return ""
+        self._ids.append(token)
+        text, stopped = self.stream.push(token)
+        if stopped:
+            self.finish_reason = "stop"
+        return text
+
+    def _complete(self, matcher: Matcher) -> list[str]:
+        """Where only one way leads to the grammar's end, go it: nothing follows, so nobody needs these tokens' rows."""
+        forced = matcher.forced(self._ids, self.limit - len(self._ids))
+        if not matcher.finished([*self._ids, *forced]):
+            return []
+        shown: list[str] = []
+        for token in forced:
+            shown.append(self._add(token))
+            if self.finish_reason:
+                return shown
+        self.finish_reason = "stop"
+        return shown
 
     def finish(self, counts: Counts) -> Piece:
         """The text still held back, which may yet complete a stop string, and the outcome."""
@@ -129,7 +174,7 @@ class Answer:
             self.finish_reason = "stop"
         piece = self._piece([rest], [])
         outcome = Outcome(
-            token_ids=self._ids,
+            token_ids=list(self._ids),
             text="".join(self._text),
             finish_reason=self.finish_reason,
             new_tokens=len(self._ids),

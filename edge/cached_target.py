@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from starsd.edge.target import Floats
+from starsd.edge.target import Floats, Target
 from starsd.shared import tree
 from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import ContextOverflowError, EngineError, UsageError
@@ -31,6 +31,16 @@ class CachedTarget(ABC):
         other._length, other._pass = 0, None
         other._start_cache()
         return other
+
+    def adopt(self, other: Target, length: int) -> None:
+        if not isinstance(other, type(self)) or other._shape is not self._shape:
+            raise EngineError("rows of another engine cannot be adopted, expected a sibling's")
+        if not 0 <= length <= other.length:
+            raise EngineError(f"adopt {length} rows of a sibling, expected 0 to {other.length}")
+        self.truncate(0)
+        self._make_room(length)
+        self._copy(other, length)
+        self._length = length
 
     @property
     def shape(self) -> ModelShape:
@@ -109,6 +119,10 @@ class CachedTarget(ABC):
     @abstractmethod
     def _keep(self, rows: Sequence[int]) -> None:
         """Move K/V of these rows of the newest pass to the front of it."""
+
+    @abstractmethod
+    def _copy(self, other: Any, length: int) -> None:
+        """Take over the first `length` rows of a sibling, for which there is room."""
 
     @abstractmethod
     def _start_cache(self) -> None:

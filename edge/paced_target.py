@@ -70,6 +70,9 @@ class PacedTarget:
         """At the same pace, each by itself: siblings of a real device would share its time."""
         return PacedTarget(self._target.sibling(), self._profile, self._clock)
 
+    def adopt(self, other: Target, length: int) -> None:
+        self._target.adopt(other._target if isinstance(other, PacedTarget) else other, length)
+
     def _last_until(self, end: float) -> None:
         rest = end - self._clock.now()
         if rest < 0:

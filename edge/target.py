@@ -87,6 +87,13 @@ class Target(Protocol):
         """Another conversation's cache on the same weights. Siblings may be used at a time; their passes take turns."""
         ...
 
+    def adopt(self, other: Target, length: int) -> None:
+        """Hold a copy of the first `length` rows of a sibling's cache, and no others; nothing is computed.
+
+        Raises EngineError when it has fewer, or is no sibling.
+        """
+        ...
+
 
 # kind → (module, function making a Target from a bundle, extra that brings its libraries)
 _KINDS: dict[str, tuple[str, str, str]] = {

@@ -165,6 +165,9 @@ class OnnxTarget(CachedTarget):
         start = self._length
         self._cache[:, :, start : start + len(rows)] = self._cache[:, :, start + np.asarray(rows)]
 
+    def _copy(self, other: OnnxTarget, length: int) -> None:
+        self._cache[:, :, :length] = other._cache[:, :, :length]
+
     def _start_cache(self) -> None:
         self._binding = self._session.io_binding()
         self._cache: NDArray[Any] = np.empty(0)

@@ -97,6 +97,9 @@ class ReplayTarget(CachedTarget):
     def _start_cache(self) -> None:
         self._rows = self._scored = np.zeros(0, np.int32)
 
+    def _copy(self, other: ReplayTarget, length: int) -> None:
+        self._rows = other._rows[:length]
+
     def _keep(self, rows: Sequence[int]) -> None:
         pass  # no K/V
 

@@ -98,6 +98,9 @@ class TorchTarget(CachedTarget):
         start = self._length
         self._cache[..., start : start + len(rows), :] = self._cache[..., [start + row for row in rows], :]
 
+    def _copy(self, other: TorchTarget, length: int) -> None:
+        self._cache[..., :length, :] = other._cache[..., :length, :]
+
     def _run(self, tokens: Sequence[int], parents: Sequence[int] | None) -> tuple[Floats, Floats]:
         start, parents = self._length, tree.chain(len(tokens)) if parents is None else parents
         count = len(tokens)

@@ -1,6 +1,6 @@
 """What a star looks like while it runs: a snapshot of its edges and its server, as a table or as lines.
 
-`regime` says in one word what an edge lives on. Nothing here asks or changes the star; `demo_edges` fills the rows.
+Nothing here asks or changes the star; `demo_edges` fills the rows.
 """
 
 from __future__ import annotations
@@ -20,40 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from starsd.edge.answer import printable
-from starsd.edge.policy import Policy
+from starsd.edge.regime import CONNECTING, DEVICE_ONLY, STREAMING, WAITING
 
-WAITS = 0.1  # share of an edge's time from which on it is said to wait
 WIDTH = 84  # columns of a picture
 LINES_SECONDS = 5.0  # between snapshots where there is no terminal
 
-CONNECTING, DEVICE_ONLY, WAITING, STREAMING = "connecting", "device only", "waits", "streams"
 _STYLES = {CONNECTING: "yellow", DEVICE_ONLY: "yellow", WAITING: "magenta", STREAMING: "green"}
-
-
-@dataclass(frozen=True)
-class Lately:
-    """The last seconds of an edge."""
-
-    connected: bool = False  # now
-    live: bool = False  # a step had a session at the server
-    waited: float = 0.0  # share of the time that went into waiting for a draft
-    remote: int = 0  # drafts of the server that were accepted
-
-
-def regime(policy: Policy, was_connected: bool, lately: Lately) -> str:
-    """What an edge lives on: `device only`, `waits` for each draft, `streams` drafts past its steps, or `connecting`.
-
-    Without a connection that was there before, and where nothing of the server's is accepted, a device is alone.
-    """
-    if policy is Policy.PLAIN:
-        return DEVICE_ONLY
-    if not lately.connected:
-        return DEVICE_ONLY if was_connected else CONNECTING
-    if not lately.live:
-        return CONNECTING
-    if lately.waited > WAITS:
-        return WAITING
-    return STREAMING if lately.remote else DEVICE_ONLY
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@
 By the Gumbel-max trick the sampled token has exactly the softmax distribution. Its noise depends only on (seed, choice,
 output index, token id), so that neither drafts nor the network can change what is chosen. Equal scores: the lowest id.
 
-The order of processing: repetition penalty, presence and frequency penalty, logit bias, temperature, top-k, top-p,
-min-p. The repetition penalty follows Hugging Face: tokens of the prompt or the path have a negative logit multiplied,
-another divided. Presence and frequency penalties follow the OpenAI API: they count generated tokens only.
+The order of processing: repetition penalty, presence and frequency penalty, logit bias, the tokens that a grammar
+allows, temperature, top-k, top-p, min-p. The repetition penalty follows Hugging Face: tokens of the prompt or the path
+have a negative logit multiplied, another divided. Presence and frequency penalties follow the OpenAI API: they count
+generated tokens only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +25,9 @@ from numpy.typing import NDArray
 from starsd.shared.config import Sampling
 from starsd.shared.errors import EngineError, UsageError
 from starsd.shared.noise import from_words, gumbel, to_word, words
-from starsd.shared.truncation import Kept, is_neutral, keep
+from starsd.shared.truncation import Kept, is_neutral, keep, leaders
 
-__all__ = ["Choice", "Sampler", "check", "gumbel"]
+__all__ = ["Choice", "Masks", "Sampler", "TokenLogprob", "check", "gumbel"]
 
 Logits = NDArray[np.float32]
 
@@ -58,6 +60,27 @@ class Choice:
     gap: float
 
 
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a token was, and the likeliest ones in its place, the best first.
+
+    Natural logarithms of the softmax of the logits after penalties, bias and grammar, before temperature, top-k, top-p
+    and min-p.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Masks(Protocol):
+    """What a grammar allows: a pure function of the path, which no draft can change."""
+
+    def allowed(self, path: Sequence[int]) -> NDArray[np.int64]:
+        """Ids that may follow these generated ids, rising, at least one."""
+        ...
+
+
 def check(params: Sampling) -> None:
     """Raise UsageError, naming the field, unless every parameter is in its range."""
     for name, (holds, expected) in _RULES.items():
@@ -78,13 +101,16 @@ class Sampler:
     back what it does not share with it, so that rejected branches leave no trace.
     """
 
-    def __init__(self, params: Sampling, *, choice: int = 0, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, params: Sampling, *, choice: int = 0, prompt: Sequence[int] = (), masks: Masks | None = None
+    ) -> None:
         check(params)
         if not 0 <= choice < 2**64:
             raise UsageError(f"choice is {choice}, expected 0 or more")
         self.params = params
         self.choice = choice
         self._prompt = prompt
+        self._masks = masks
         self._repetition = params.repetition_penalty != 1
         self._counting = params.presence_penalty != 0 or params.frequency_penalty != 0
         self._bias_ids = np.array(list(params.logit_bias), np.int64)
@@ -106,12 +132,34 @@ class Sampler:
             where = int(np.argmin(np.isfinite(logits)))
             raise EngineError(f"logit of token {where} at output {index} is {logits[where]}, expected a finite number")
         processed = self._process(logits, path)
-        if self.params.temperature == 0:
-            return _greedy(processed)
+        if self._masks is None:
+            return self._pick(processed, index, None)
+        ids = _known(self._masks.allowed(path), len(logits))
+        best = self._pick(processed[ids], index, ids)
+        return Choice(int(ids[best.token]), best.gap)
+
+    def logprob(self, logits: Logits, path: Sequence[int], token: int, top: int) -> TokenLogprob:
+        """How likely `token` was at this place, given what `choose` was given, and the `top` likeliest ones."""
+        processed, place, ids = self._process(logits, path), token, None
+        if self._masks is not None:
+            ids = _known(self._masks.allowed(path), len(logits))
+            processed, place = processed[ids], int(np.searchsorted(ids, token))
+        behind = processed.astype(np.float64) - float(processed.max())
+        logs = behind - math.log(float(np.exp(behind).sum()))
+        best = leaders(processed, top)
+        names = best if ids is None else ids[best]
+        return TokenLogprob(token, float(logs[place]), tuple(zip(names.tolist(), logs[best].tolist(), strict=True)))
+
+    def _pick(self, logits: Logits, index: int, ids: NDArray[np.int64] | None) -> Choice:
+        """The place of the chosen one among processed `logits`, which are those of `ids`; None: of all tokens."""
+        if self.params.temperature == 0 or len(logits) == 1:
+            return _greedy(logits)
+        drawn = words(self.params.seed, self.choice, index, len(logits) if ids is None else int(ids[-1]) + 1)
+        drawn = drawn if ids is None else drawn[ids]
         with np.errstate(over="ignore"):  # at a tiny temperature every score but the highest may be minus infinity
             if is_neutral(self.params):
-                return self._race(processed, index)
-            return self._race_among(keep(processed, self.params), processed, index)
+                return self._race(logits, drawn)
+            return self._race_among(keep(logits, self.params), logits, drawn)
 
     def _process(self, logits: Logits, path: Sequence[int]) -> Logits:
         """Penalties and bias, on a copy; float32 as in the conventions they follow."""
@@ -163,14 +211,13 @@ class Sampler:
             self._known[added] += 1
             self._path.append(added)
 
-    def _race(self, logits: Logits, index: int) -> Choice:
+    def _race(self, logits: Logits, drawn: NDArray[np.uint64]) -> Choice:
         """Sample from all tokens, computing noise only where it can matter.
 
         A token whose noise is not loud scores at most its own score plus _LOUD; where that is below the runner-up
         of the loud ones and the highest logit, it is out. Comparing words replaces two logarithms a token.
         """
         highest, temperature = float(logits.max()), self.params.temperature
-        drawn = words(self.params.seed, self.choice, index, len(logits))
         listened = drawn > _LOUD_WORD
         listened[logits.argmax()] = True
         first = np.flatnonzero(listened)
@@ -180,10 +227,9 @@ class Sampler:
         ids = np.flatnonzero(listened | (logits >= bound))
         return _best(_perturbed(logits, ids, drawn, highest, temperature), ids, temperature)
 
-    def _race_among(self, kept: Kept, logits: Logits, index: int) -> Choice:
+    def _race_among(self, kept: Kept, logits: Logits, drawn: NDArray[np.uint64]) -> Choice:
         """Sample from the tokens that stay; lower the gap where the boundary is nearer than the runner-up."""
         highest, temperature = float(logits[kept.order[0]]), self.params.temperature
-        drawn = words(self.params.seed, self.choice, index, len(logits))
         ids = np.sort(kept.ids)
         scores = _perturbed(logits, ids, drawn, highest, temperature)
         best = _best(scores, ids, temperature)
@@ -208,6 +254,14 @@ def _perturbed(
 def _at_most(bound: float) -> np.float32:
     """The float32 just below `bound`, so that comparing float32 with it never loses a token."""
     return np.float32(np.nextafter(np.float32(bound), np.float32(-np.inf)))
+
+
+def _known(ids: NDArray[np.int64], vocab: int) -> NDArray[np.int64]:
+    """Those of `ids` that the model has. A tokenizer may know tokens that it has not."""
+    ids = ids[: int(np.searchsorted(ids, vocab))]
+    if not len(ids):
+        raise EngineError("grammar allows no token here, expected at least one")
+    return ids
 
 
 def _greedy(logits: Logits) -> Choice:

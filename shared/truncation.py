@@ -99,11 +99,19 @@ def _prefixes(logits: NDArray[np.float32], top_k: int) -> Iterator[NDArray[np.in
     """Ids of the highest logits in descending order, in longer and longer prefixes up to all of them."""
     size = top_k + 1 if top_k else FIRST_GUESS
     while size < len(logits):
-        cut = np.partition(logits, len(logits) - size)[len(logits) - size]
-        ids = np.flatnonzero(logits >= cut)
-        yield _descending(logits, ids)[:size]
+        yield leaders(logits, size)
         size *= 16
-    yield _descending(logits, np.arange(len(logits)))
+    yield leaders(logits, len(logits))
+
+
+def leaders(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Ids of the `count` highest logits, all where there are no more, falling; among equals the lowest id first."""
+    if count >= len(logits):
+        return _descending(logits, np.arange(len(logits)))
+    if count < 1:
+        return np.zeros(0, np.int64)
+    cut = np.partition(logits, len(logits) - count)[len(logits) - count]
+    return _descending(logits, np.flatnonzero(logits >= cut))[:count]
 
 
 def _descending(logits: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -26,13 +26,14 @@ from tiny_session import write_text_files
 
 from starsd.edge.policy import Policy
 from starsd.edge.recordings import Recording, Recordings
+from starsd.edge.regime import Lately, regime
 from starsd.edge.target_replay import ReplayTarget
 from starsd.edge.text import Text
 from starsd.scripts import demo_star, local_server
 from starsd.scripts.cli import main
 from starsd.scripts.demo_edges import Edge
 from starsd.scripts.demo_star import PROMPTS
-from starsd.scripts.demo_table import EdgeRow, Lately, Snapshot, draw, lines, regime, render
+from starsd.scripts.demo_table import EdgeRow, Snapshot, draw, lines, render
 from starsd.scripts.local_server import LocalServer
 from starsd.scripts.own_prompts import OWN_PROMPTS
 from starsd.shared.errors import StarsdError

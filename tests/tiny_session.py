@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from starsd.edge.answer import Outcome
 from starsd.edge.session import Session
+from starsd.edge.target import Target
 from starsd.shared import tree
 from starsd.shared.config import Limits, Sampling
 from starsd.shared.console import Progress, no_progress
@@ -102,6 +104,12 @@ class ToyTarget:
     def sibling(self) -> ToyTarget:
         return type(self)(self.context)
 
+    def adopt(self, other: Target, length: int) -> None:
+        if not isinstance(other, ToyTarget) or not 0 <= length <= other.length:
+            raise EngineError(f"adopt {length} rows")
+        self._pass = None
+        self.rows = other.rows[:length]
+
     def _require(self, count: int) -> None:
         if len(self.rows) + count > self.context:
             raise ContextOverflowError(f"{len(self.rows) + count} rows, context {self.context}")
@@ -121,14 +129,17 @@ class NoisyBranches(ToyTarget):
         return logits
 
 
-def outcome_of(session: Session, prompt: Sequence[int], sampling: Sampling, limits: Limits, choice: int = 0) -> Outcome:
+def outcome_of(
+    session: Session, prompt: Sequence[int], sampling: Sampling, limits: Limits, choice: int = 0, **options: Any
+) -> Outcome:
     """Run to the end, checking that pieces and outcome tell the same."""
-    pieces = list(session.generate(prompt, sampling, limits, choice=choice))
+    pieces = list(session.generate(prompt, sampling, limits, choice=choice, **options))
     assert [piece.outcome is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     outcome = pieces[-1].outcome
     assert outcome is not None
     assert "".join(piece.text for piece in pieces) == outcome.text
     assert [token for piece in pieces for token in piece.tokens] == outcome.token_ids
+    assert [len(piece.sources) for piece in pieces] == [len(piece.tokens) for piece in pieces]
     assert outcome.new_tokens == len(outcome.token_ids)
     assert len(pieces) == outcome.passes + 2
     assert 0 < outcome.prefill_seconds <= outcome.seconds
