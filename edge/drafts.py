@@ -1,8 +1,9 @@
 """Drafts that may still come true: a tree of tokens under the tip, from whoever proposed them.
 
-Two sources grow it. Remote drafts arrive late: their tree hangs from a token that was the tip when the server last
-heard of us. They are *grafted*: followed along what has been committed since, and kept where they go on from there. So
-a node stays known by its number after it was committed, since its children may still be on their way.
+Several sources grow it. N-grams and phrases are at hand and hang from the tip at once. Remote drafts arrive late: their
+tree hangs from a token that was the tip when the server last heard of us. They are *grafted*: followed along what has
+been committed since, and kept where they go on from there. So a node stays known by its number after it was committed,
+since its children may still be on their way.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from starsd.shared.messages import Draft
+from starsd.shared.phrases import Phrasebook
 
 MAX_NODES = 1024  # that may wait here; what comes beyond is dropped
+_WORTH_EXTENDING = 0.04  # chance of being reached below which what follows is worth no row of a pass
+_OPINION = 2  # children that the server proposes where it has expanded a node; one may be all that came so far
 _SPINE = 1024  # committed nodes whose children may still come
 
 
 class Source(IntEnum):
-    """Who proposed a node; the first to do so counts."""
+    """Who proposed a node, those who know more first: of several that propose it their word counts."""
 
     REMOTE = 0
     NGRAM = 1
+    PHRASE = 2
+    GRAMMAR = 3  # no other token is legal there
 
 
 @dataclass(eq=False)
@@ -36,10 +42,13 @@ class Node:
     source: Source
     parent: Node | None
     children: list[Node] = field(default_factory=list)
+    passed_over: bool = False  # the server proposed others in its place
+    extended: bool = False  # the phrasebook was asked what follows it
     sure: bool = False  # a pass has already all but confirmed it: see `Drafts.expect`
 
 
 Estimate = Callable[[Node], float]  # probability that a node is right, its parent being right
+Allows = Callable[[Node], bool]  # whether a node may follow its parent, which may be where it is
 
 
 class Drafts:
@@ -98,28 +107,66 @@ class Drafts:
             if node is None:
                 return
 
-    def expect(self, tokens: Sequence[int]) -> None:
-        """A pass foretold this path below the tip; only its trunk may decide, so the path is verified once more."""
+    def expect(self, tokens: Sequence[int], source: Source) -> None:
+        """A pass foretold this path below the tip; only its trunk may decide, so the path is verified once more.
+
+        It was a draft of `source` that led there: what nobody else proposed counts as its.
+        """
         node = None
         for token in tokens:
-            source = Source.REMOTE if node is None else node.source
-            if (node := self._child(node, token, 0.0, source)) is None:
+            siblings = self.roots if node is None else node.children
+            known = next((sibling for sibling in siblings if sibling.token == token), None)
+            if (node := known or self._child(node, token, 0.0, source)) is None:
                 return
-            node.sure = True
+            node.sure, source = True, node.source
 
-    def best(self, limit: int, estimate: Estimate) -> list[tuple[Node, float]]:
-        """Up to `limit` nodes with the probability of their whole path, highest first, parents before children."""
+    def force(self, tokens: Sequence[int]) -> None:
+        """Nothing but this path can follow the tip; what else hangs beside it is dropped."""
+        node = None
+        for token in tokens:
+            above, node = node, self._child(node, token, 0.0, Source.GRAMMAR)
+            if node is None:
+                return
+            node.source, node.sure = Source.GRAMMAR, True
+            siblings = self.roots if above is None else above.children
+            siblings[:] = [node]
+
+    def best(
+        self, limit: int, estimate: Estimate, allows: Allows | None = None, phrases: Phrasebook | None = None
+    ) -> list[tuple[Node, float]]:
+        """Up to `limit` nodes with the probability of their whole path, highest first, parents before children.
+
+        A node that `allows` says no to is dropped for good, and all below it. A phrasebook is asked what follows the
+        tip and each node that is likely to be reached, whoever proposed it.
+        """
         found: list[tuple[Node, float]] = []
+        if phrases is not None:
+            self._extend(None, phrases)
         heap = [(-estimate(node), order, node) for order, node in enumerate(self.roots)]
         heapq.heapify(heap)
         order = len(heap)
         while heap and len(found) < limit:
             negative, _, node = heapq.heappop(heap)
+            if allows is not None and not allows(node):
+                (self.roots if node.parent is None else node.parent.children).remove(node)
+                continue
             found.append((node, -negative))
+            if phrases is not None and not node.extended and -negative >= _WORTH_EXTENDING:
+                self._extend(node, phrases)
             for child in node.children:
                 heapq.heappush(heap, (negative * estimate(child), order, child))
                 order += 1
         return found
+
+    def _extend(self, node: Node | None, phrases: Phrasebook) -> None:
+        """Hang what may follow below a node, None: the tip."""
+        if node is None:
+            older, newer = self._tokens[-2] if len(self._tokens) > 1 else -1, self._tokens[-1]
+        else:
+            node.extended = True
+            older, newer = node.parent.token if node.parent is not None else self._tokens[-1], node.token
+        for token, step in phrases.follow(older, newer):
+            self._child(node, token, step, Source.PHRASE)
 
     def _walk(self) -> Iterator[Node]:
         waiting = list(self.roots)
@@ -146,20 +193,30 @@ class Drafts:
         siblings = self.roots if parent is None else parent.children
         for node in siblings:
             if node.token == token:
-                if source is node.source and not node.sure:
-                    node.step = step  # what came later knows more
+                if source <= node.source and not node.sure:
+                    changed, node.source, node.step = node.source is not source, source, step  # the newer word counts
+                    if changed:
+                        _compare(siblings)
                 return node
         if self._count >= MAX_NODES:
             return None
         node = Node(token, min(step, 0.0) if math.isfinite(step) else -math.inf, source, parent)
         siblings.append(node)
         self._count += 1
+        _compare(siblings)
         return node
 
     def _remember(self, number: int, position: int) -> None:
         self._spine[number] = position
         if len(self._spine) > _SPINE:
             self._spine.popitem(last=False)
+
+
+def _compare(siblings: Sequence[Node]) -> None:
+    """Mark what others propose where the server has spoken: it has looked there, and has seen better."""
+    spoken = sum(node.source is Source.REMOTE for node in siblings) >= _OPINION
+    for node in siblings:
+        node.passed_over = spoken and node.source is not Source.REMOTE
 
 
 def layout(nodes: Sequence[Node]) -> tuple[list[Node], list[int]]:

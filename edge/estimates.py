@@ -59,7 +59,8 @@ class PassCosts:
 
 
 class Calibration:
-    """How often drafts are right, their parent being right: counts by source and by what the source itself says.
+    """How often drafts are right, their parent being right: counts by source, by what the source itself says, and by
+    whether the server proposed others instead.
 
     They fade, so that a change of subject is noticed, and start as `_WEIGHT` observations of the source's own word, of
     which `_TRUST` is believed: drafters are sure of themselves, and learning otherwise takes passes.
@@ -67,12 +68,13 @@ class Calibration:
 
     _WEIGHT = 6.0
     _TRUST = 0.8
+    _PASSED_OVER = 0.15  # of their own word is left of drafts that a better informed server did not make
     _FADE = 0.985
     _CLASSES = 12
 
     def __init__(self) -> None:
-        self._right: dict[tuple[int, int], float] = {}
-        self._tried: dict[tuple[int, int], float] = {}
+        self._right: dict[tuple[int, int, bool], float] = {}
+        self._tried: dict[tuple[int, int, bool], float] = {}
 
     def probability(self, node: Node) -> float:
         if node.sure:
@@ -89,9 +91,10 @@ class Calibration:
         self._right[key] = self._FADE * self._right.get(key, 0.0) + right
         self._tried[key] = self._FADE * self._tried.get(key, 0.0) + 1
 
-    def _class(self, node: Node) -> tuple[tuple[int, int], float]:
+    def _class(self, node: Node) -> tuple[tuple[int, int, bool], float]:
         said = min(math.exp(node.step), 0.98)
-        return (node.source, int(said * self._CLASSES)), said
+        key = node.source, int(said * self._CLASSES), node.passed_over
+        return key, said * self._PASSED_OVER if node.passed_over else said
 
 
 class Response:

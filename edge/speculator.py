@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starsd.edge.drafts import Drafts, Node, Source, layout
 from starsd.edge.estimates import Calibration, PassCosts, ngram_step
@@ -18,7 +19,13 @@ from starsd.edge.remote import RemoteSession
 from starsd.edge.verify import Verdict
 from starsd.shared.clock import REAL, Clock
 from starsd.shared.features import Floats
+from starsd.shared.messages import Race
+from starsd.shared.phrases import Phrasebook
 
+if TYPE_CHECKING:
+    from starsd.edge.grammar import Matcher
+
+TARGET = "target"  # where a token comes from that nobody had proposed
 GIVE_UP = 2.0  # seconds that stop-and-wait waits for a draft before it takes a plain step
 
 
@@ -30,10 +37,21 @@ class Proposal:
     parents: list[int]
     nodes: list[Node] = field(default_factory=list)
 
+    def source(self, row: int, token: int) -> Source:
+        """Who proposed this token behind a row."""
+        children = zip(self.nodes, self.parents[1:], strict=True)
+        return next(node.source for node, parent in children if parent == row and node.token == token)
+
+    def sources(self, rows: Sequence[int]) -> list[str]:
+        """Who proposed each of the tokens that a verdict with these rows commits; the last one nobody did."""
+        return [*(self.nodes[row - 1].source.name.lower() for row in rows[1:]), TARGET]
+
 
 @dataclass
 class Counts:
-    """Of one answer: drafts accepted, by who proposed them; seconds spent waiting for one; bytes on the wire."""
+    """Of one answer: drafts accepted, by who proposed them; seconds spent waiting for one; bytes on the wire.
+
+    `ngram` are the device's own: n-grams of the conversation, and phrases."""
 
     remote: int = 0
     ngram: int = 0
@@ -53,8 +71,13 @@ class Speculator:
         clock: Clock = REAL,
         ngrams: bool = True,
         costs: PassCosts | None = None,
+        share_noise: bool = True,
+        phrases: Phrasebook | None = None,
     ) -> None:
+        """With `share_noise` the server may know how answers are drawn, and drafts accordingly. `phrases` are the
+        model's; never-wait alone uses them, as it does n-grams."""
         self.policy, self.remote = policy, remote
+        self.share_noise = share_noise
         self.costs = costs or PassCosts()
         self.calibration = Calibration()
         self.patience = Patience()
@@ -62,19 +85,28 @@ class Speculator:
         self.clock = clock
         self._tokens: list[int] = []
         self._drafts = Drafts(self._tokens)
+        self._phrases = phrases if policy is Policy.NEVER_WAIT else None
         self._ngrams = NgramIndex(self._tokens) if ngrams and policy is Policy.NEVER_WAIT else None
         self._base = -1  # of the newest draft that came
         self._epoch = 0  # that node numbers are of
         self._began = 0.0
         self._traffic = 0, 0  # bytes up and down before this answer
+        self._matcher: Matcher | None = None
+        self._start = 0  # of the answer
+        self._forced: list[int] = []  # what must follow the tip
 
     @property
     def speculates(self) -> bool:
         return self.policy is not Policy.PLAIN
 
-    def begin(self, prompt: Sequence[int], kept: int) -> None:
-        """The conversation is now `prompt`, the first `kept` tokens of which are what they were."""
+    def begin(self, prompt: Sequence[int], kept: int, matcher: Matcher | None = None, race: Race | None = None) -> None:
+        """The conversation is now `prompt`, the first `kept` tokens of which are what they were.
+
+        With a matcher only what its grammar allows is proposed, and what it forces always. `race` says how what
+        follows is drawn.
+        """
         self._tokens[:] = prompt
+        self._matcher, self._start = matcher, len(prompt)
         self.counts = Counts()
         if self.speculates:
             self._drafts.begin()
@@ -82,8 +114,13 @@ class Speculator:
                 self._ngrams.begin()
             if self.remote is not None:
                 self._traffic = self.remote.bytes_up, self.remote.bytes_down
-                self.remote.begin(prompt, kept)
+                self.remote.begin(prompt, kept, race if self.share_noise else None)
         self._base, self._began = -1, self.clock.now()
+
+    def read_by(self, other: Speculator, start: int, stop: int) -> None:
+        """What the target computed for these tokens of the prompt when it read another conversation."""
+        if self.speculates and self.remote is not None and other.remote is not None and start < stop:
+            self.remote.features(*other.remote.held(start, stop))
 
     def close(self) -> None:
         """The conversation is over: the server may forget it."""
@@ -101,6 +138,8 @@ class Speculator:
         self._began = self.clock.now()
         if not self.speculates:
             return Proposal([tip], [-1])
+        if self._matcher is not None:
+            self._forced = self._matcher.forced(self._tokens[self._start :], min(MOST_DRAFTS, room - 1))
         self._collect(0.0)
         nodes, held = self._choose(room)
         in_vain = False
@@ -128,8 +167,8 @@ class Speculator:
             up, down = self._traffic
             self.counts.bytes_up, self.counts.bytes_down = self.remote.bytes_up - up, self.remote.bytes_down - down
         self._drafts.commit()
-        if kept == len(verdict.tokens):
-            self._drafts.expect(verdict.preview)
+        if verdict.preview and kept == len(verdict.tokens):
+            self._drafts.expect(verdict.preview, proposal.source(rows[-1], tokens[-1]))
         self.patience.passed(kept, self.clock.now() - self._began)
 
     def _collect(self, wait: float) -> bool:
@@ -152,9 +191,27 @@ class Speculator:
             matched, tokens = self._ngrams.propose()
             if matched:
                 self._drafts.suggest(tokens, ngram_step(matched))
-        found = self._drafts.best(min(MOST_DRAFTS, room - 1), self.calibration.probability)
+        most = min(MOST_DRAFTS, room - 1)
+        if self._matcher is None:
+            found = self._drafts.best(most, self.calibration.probability, None, self._phrases)
+        else:
+            self._drafts.force(self._forced)
+            found = self._drafts.best(most, self._probability, self._allows, self._phrases)
         chosen = budget([probability for _, probability in found], self.costs)
-        return [node for node, _ in found[: chosen.drafts]], chosen
+        least = sum(node.source is Source.GRAMMAR for node, _ in found)  # these must be computed anyway
+        return [node for node, _ in found[: max(chosen.drafts, least)]], chosen
+
+    def _probability(self, node: Node) -> float:
+        return 1.0 if node.source is Source.GRAMMAR else self.calibration.probability(node)
+
+    def _allows(self, node: Node) -> bool:
+        """Whether the answer's grammar does."""
+        assert self._matcher is not None
+        path, above = [node.token], node.parent
+        while above is not None:
+            path.append(above.token)
+            above = above.parent
+        return node.source is Source.GRAMMAR or self._matcher.allows([*self._tokens[self._start :], *reversed(path)])
 
     def _patience(self, held: Budget) -> float:
         """Seconds that it is worth waiting for more than what is held."""
@@ -177,9 +234,7 @@ class Speculator:
             if step:
                 node = proposal.nodes[row - 1]
                 children = node.children
-                if node.source is Source.REMOTE:
-                    self.counts.remote += 1
-                else:
-                    self.counts.ngram += 1
+                self.counts.remote += node.source is Source.REMOTE
+                self.counts.ngram += node.source in (Source.NGRAM, Source.PHRASE)
             for child in children:
                 self.calibration.observe(child, child.token == token)

@@ -17,6 +17,7 @@ import typer
 
 from starsd.edge.channel import Model
 from starsd.edge.paced_target import PacedTarget
+from starsd.edge.phrasebooks import find_phrases
 from starsd.edge.policy import Policy
 from starsd.edge.recordings import Recordings, read_recordings
 from starsd.edge.session import Session
@@ -33,6 +34,7 @@ from starsd.server.packaged import packaged_head
 from starsd.shared.config import DEFAULT_CODEC, DEFAULT_MODEL, Limits, Sampling
 from starsd.shared.console import StderrProgress, emit
 from starsd.shared.errors import MissingExtraError, UsageError
+from starsd.shared.phrases import Phrasebook
 from starsd.shared.profiles import Profile, read_profile
 
 DOWN = "down"
@@ -51,6 +53,7 @@ class LinkBench(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     limits: ServerLimits = LIMITS
     schedule: str = "batched"
     ngrams: bool = True
+    phrases: Phrasebook | None = None
 
 
 def run(
@@ -97,7 +100,7 @@ def _measure(bench: LinkBench, head: VirtualHead, recordings: Recordings, rtt: s
 
         def edge() -> None:
             remote = line.channel.session(Model(about.fingerprint, about.shape, about.features))
-            speculator = Speculator(policy, remote, clock=clock, ngrams=bench.ngrams)
+            speculator = Speculator(policy, remote, clock=clock, ngrams=bench.ngrams, phrases=bench.phrases)
             text: Any = _Text(about.eos)
             session = Session(PacedTarget(ReplayTarget(recordings), bench.profile, clock), text, speculator)
             clock.sleep(SETTLE_SECONDS)
@@ -161,6 +164,9 @@ def command(
     down: Annotated[str, typer.Option(help="Rate towards the edge.")] = "1gbit",
     schedule: Annotated[str, typer.Option(help="batched or fifo.")] = "batched",
     ngrams: Annotated[bool, typer.Option(help="Drafts from the conversation itself, too.")] = True,
+    phrases: Annotated[bool, typer.Option(help="Drafts from the model's phrasebook, too.")] = True,
+    nodes: Annotated[int, typer.Option(help="Of a near edge's tree.")] = LIMITS.nodes,
+    farthest: Annotated[int, typer.Option(help="Times as many for a far one, at most.")] = LIMITS.farthest,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")] = False,
 ) -> None:
     """Tokens per second over distance: never-wait, stop-and-wait and plain decoding, on a device's clock."""
@@ -176,13 +182,17 @@ def command(
         down_kbit=parse_kbit(down),
         schedule=schedule,
         ngrams=ngrams,
+        limits=msgspec.structs.replace(LIMITS, nodes=nodes, farthest=farthest),
     )
     if find_spec("torch") is None:
         raise MissingExtraError("torch", "server")
     drafter = head or str(packaged_head(model))
     file = recording or ensure_recording(model, precision, prompts or OWN_PROMPTS, max_new_tokens, StderrProgress())
     recordings = read_recordings(file)
-    real = VirtualHead(drafter, model, recordings.header.fingerprint)
+    about = recordings.header
+    if phrases:
+        bench = msgspec.structs.replace(bench, phrases=find_phrases(about.model, about.shape.vocab))
+    real = VirtualHead(drafter, model, about.fingerprint)
     for row in run(bench, real, recordings, rtts, policies):
         if as_json:
             emit(row)

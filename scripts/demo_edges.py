@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from starsd.edge.channel import Model
 from starsd.edge.paced_target import PacedTarget
+from starsd.edge.phrasebooks import find_phrases
 from starsd.edge.policy import Policy
 from starsd.edge.recordings import Header, Recording
+from starsd.edge.regime import Lately, Step, Watch, regime
 from starsd.edge.session import Session
 from starsd.edge.speculator import Counts, Speculator
 from starsd.edge.target import Target
 from starsd.edge.text import Text
-from starsd.scripts.demo_table import EdgeRow, Lately, regime
+from starsd.scripts.demo_table import EdgeRow
 from starsd.shared.clock import REAL
 from starsd.shared.config import DEFAULT_CODEC, Limits, Sampling
 from starsd.shared.profiles import Profile
@@ -30,19 +31,7 @@ from starsd.shared.profiles import Profile
 if TYPE_CHECKING:
     from starsd.edge.link import Link
 
-LATELY = 2.0  # seconds that a regime is judged by
 TAIL = 200  # characters of text that are kept
-
-
-@dataclass(frozen=True)
-class Step:
-    """A pass and what went before it. Times in seconds."""
-
-    at: float
-    seconds: float
-    waited: float
-    remote: int
-    live: bool
 
 
 class Edge:
@@ -73,8 +62,9 @@ class Edge:
         if self._link is not None:
             remote = self._link.channel.session(Model(header.fingerprint, header.shape, header.features))
         self._target = PacedTarget(target, profile)
-        self._session = Session(self._target, text, Speculator(policy, remote))
-        self._lately: deque[Step] = deque()
+        phrases = find_phrases(header.model, header.shape.vocab)
+        self._session = Session(self._target, text, Speculator(policy, remote, phrases=phrases))
+        self._watch = Watch()
         self._was_connected = False
         self._late_before = 0
         self._stopping = threading.Event()
@@ -138,7 +128,7 @@ class Edge:
             now, whole = REAL.now(), piece.outcome is not None
             answer += piece.tokens
             text = (text + piece.text)[-TAIL:]
-            if not whole:
+            if not whole and (piece.tokens or last is not None):  # a long prompt's pieces are empty
                 seen = self._stepped(len(piece.tokens), now, last, seen, text)
                 last = now
             if self._stopping.is_set():
@@ -164,12 +154,9 @@ class Edge:
         remote, waited = counts.remote - seen.remote, counts.waited - seen.waited
         link, session = self._link, self._session.speculator.remote
         seconds = 0.0 if last is None else now - last
-        self._lately.append(
-            Step(now, seconds, waited if seconds else 0.0, remote, session is not None and session.live)
-        )
-        while self._lately[0].at < now - LATELY:
-            self._lately.popleft()
-        lately = self._judge()
+        live = session is not None and session.live
+        self._watch.saw(Step(now, seconds, waited if seconds else 0.0, remote, live))
+        lately = self._watch.lately(link is not None and link.connected) or Lately()
         self._was_connected |= lately.connected
         row = self.row
         self.row = replace(
@@ -186,15 +173,6 @@ class Edge:
             text=text,
         )
         return counts
-
-    def _judge(self) -> Lately:
-        seconds = sum(step.seconds for step in self._lately)
-        return Lately(
-            connected=self._link is not None and self._link.connected,
-            live=any(step.live for step in self._lately),
-            waited=sum(step.waited for step in self._lately) / seconds if seconds else 0.0,
-            remote=sum(step.remote for step in self._lately),
-        )
 
 
 def open_link(server: str, profile: Profile, header: Header) -> Link:

@@ -23,12 +23,13 @@ from starsd.scripts.virtual_clock import VirtualClock
 from starsd.scripts.virtual_star import ChargedDrafter, VirtualLine, VirtualServer
 from starsd.server.drafter import Draft, DynamicTree, Ints, Total, each
 from starsd.server.limits import ServerLimits
-from starsd.server.live_session import LiveSession
+from starsd.server.live_session import LiveSession, Plan
 from starsd.server.served import Head
 from starsd.shared import tree
 from starsd.shared.config import Limits, Sampling
 from starsd.shared.console import Progress, no_progress
 from starsd.shared.manifest import FeatureSpec, ModelShape
+from starsd.shared.phrases import Phrasebook
 from starsd.shared.profiles import Profile
 from starsd.shared.sampling import Sampler
 
@@ -120,9 +121,11 @@ class MarkedDrafter(BigramDrafter):
     """Notes rows whose feature is of another token or place than it says. One that is `unsure` does not know which of
     its guesses is the best, so that the truth is often on a branch."""
 
-    def __init__(self, slots: int = 8, window: int = WINDOW, *, unsure: bool = False) -> None:
+    def __init__(self, slots: int = 8, window: int = WINDOW, *, unsure: bool = False, mistaken: bool = False) -> None:
+        """One that is `mistaken` takes the noise of another position for the one that counts."""
         super().__init__(slots, window)
-        self.unsure = unsure
+        self.unsure, self.mistaken = unsure, mistaken
+        self.drawn = 0  # rows that it ranked the children of by noise
         self.wrong: list[str] = []
         self.landed = 0
 
@@ -133,7 +136,7 @@ class MarkedDrafter(BigramDrafter):
             self._land(session)
             if (plan := session.plan(room, nodes)) is not None:
                 rows += len(plan.tokens)
-                session.finish(plan, *self._children(plan.tokens))
+                session.finish(plan, *self._drawn(session, plan, *self._children(plan.tokens)))
         return rows
 
     def _children(self, tokens: Ints) -> tuple[Ints, Floats]:
@@ -144,6 +147,21 @@ class MarkedDrafter(BigramDrafter):
             others = np.stack([np.roll(row, token % TOP_K) for row, token in zip(others, tokens.tolist(), strict=True)])
             chances = [0.24, 0.23, 0.22, 0.21]
         return others, np.broadcast_to(np.log(np.float32(chances)), others.shape)
+
+    def _drawn(self, session: LiveSession, plan: Plan, tokens: Ints, steps: Floats) -> tuple[Ints, Floats]:
+        """The same children, or those that are likely now that it knows the noise."""
+        tokens, steps = tokens.copy(), steps.copy()
+        for row, position in enumerate(plan.positions.tolist()):
+            if (noise := session.noise(position + 7 * self.mistaken)) is None:
+                continue
+            self.drawn += 1
+            scores = np.full(VOCAB, np.log(0.2 / VOCAB), np.float32)
+            scores[tokens[row]] = steps[row]
+            scores += noise
+            scores -= np.logaddexp.reduce(scores)
+            tokens[row] = np.argsort(-scores, kind="stable")[:TOP_K]
+            steps[row] = scores[tokens[row]]
+        return tokens, steps
 
     def trees(self, sessions: Sequence[LiveSession], shape: DynamicTree) -> list[Draft]:
         """The usual next tokens, as a chain."""
@@ -169,6 +187,16 @@ class MarkedDrafter(BigramDrafter):
             session.landed(rows)
 
 
+class Guesses(Phrasebook):
+    """Says something of every token, right or wrong."""
+
+    def __init__(self) -> None:
+        pass
+
+    def follow(self, older: int, newer: int) -> list[tuple[int, float]]:
+        return [((newer + 1) % VOCAB, -0.7), ((older + 3 * newer + 2) % VOCAB, -1.2)]
+
+
 @dataclass
 class Star:
     """Use as a context manager. `pass_seconds` are the drafter's."""
@@ -177,11 +205,13 @@ class Star:
     order: str = "batched"
     pass_seconds: float = 0.002
     unsure: bool = False
+    mistaken: bool = False
     device: Profile = DEVICE
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def __post_init__(self) -> None:
-        self.drafter = MarkedDrafter(self.limits.slots, self.limits.window, unsure=self.unsure)
+        limits, unsure, mistaken = self.limits, self.unsure, self.mistaken
+        self.drafter = MarkedDrafter(limits.slots, limits.window, unsure=unsure, mistaken=mistaken)
         self.server = VirtualServer(self.clock, [self.head()], self.limits, self.order)
 
     def head(self) -> Head:
@@ -200,10 +230,14 @@ class Star:
         ngrams: bool = False,
         noisy: bool = False,
         context: int = 4096,
+        share_noise: bool = True,
     ) -> Session:
         remote = line.channel.session(MODEL) if policy is not Policy.PLAIN else None
         target = NoisyMarkedTarget(context) if noisy else MarkedTarget(context)
-        speculator = Speculator(policy, remote, clock=self.clock, ngrams=ngrams)
+        phrases = Guesses() if ngrams else None
+        speculator = Speculator(
+            policy, remote, clock=self.clock, ngrams=ngrams, phrases=phrases, share_noise=share_noise
+        )
         return Session(PacedTarget(target, self.device, self.clock), text, speculator)
 
     def __enter__(self) -> Star:

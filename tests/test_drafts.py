@@ -11,6 +11,7 @@ import pytest
 from starsd.edge.drafts import MAX_NODES, Drafts, Node, Source, layout
 from starsd.shared import tree
 from starsd.shared.messages import Draft
+from starsd.shared.phrases import Phrasebook
 
 
 def draft(base: int, first: int, nodes: list[tuple[int, int, float]]) -> Draft:
@@ -121,20 +122,81 @@ def test_the_best_are_a_tree_however_few() -> None:
         tree.check(layout(found)[1])
 
 
-def test_the_first_source_of_a_node_counts() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_who_knows_more_has_the_word(late: bool) -> None:
     drafts = Drafts([5])
-    drafts.graft(draft(1, 0, [(-1, 10, -0.1)]))
+    for turn in (late, not late):
+        if turn:
+            drafts.suggest([10, 11], -0.5)
+        else:
+            drafts.graft(draft(1, 0, [(-1, 10, -0.125)]))
+    found = {node.token: (node.source, node.step) for node, _ in drafts.best(9, certain)}
+    assert found == {10: (Source.REMOTE, -0.125), 11: (Source.NGRAM, -0.5)}
+
+
+def test_where_the_server_has_spoken_others_are_passed_over() -> None:
+    drafts = Drafts([5])
     drafts.suggest([10, 11], -0.5)
-    sources = {node.token: node.source for node, _ in drafts.best(9, certain)}
-    assert sources == {10: Source.REMOTE, 11: Source.NGRAM}
+    drafts.suggest([30], -0.5)
+
+    def passed_over() -> set[int]:
+        return {node.token for node, _ in drafts.best(9, certain) if node.passed_over}
+
+    drafts.graft(draft(1, 0, [(-1, 20, -0.5)]))
+    assert passed_over() == set()  # one is no opinion yet
+    drafts.graft(draft(1, 1, [(-1, 10, -0.5)]))
+    assert passed_over() == {30}  # 10 is the server's word now, and of what follows it has said nothing
+    drafts.suggest([40], -0.5)
+    assert passed_over() == {30, 40}
+
+
+class Book(Phrasebook):
+    """Says so much of so few contexts; notes what it is asked."""
+
+    def __init__(self, known: dict[tuple[int, int], list[tuple[int, float]]]) -> None:
+        self.known, self.asked = known, list[tuple[int, int]]()
+
+    def follow(self, older: int, newer: int) -> list[tuple[int, float]]:
+        self.asked.append((older, newer))
+        return self.known.get((older, newer), [])
+
+
+def test_phrases_go_on_from_the_tip_and_from_whoever_is_likely() -> None:
+    drafts = Drafts([4, 5])
+    drafts.graft(draft(2, 0, [(-1, 10, -0.25), (-1, 20, -6.0)]))
+    book = Book(
+        {(4, 5): [(10, -1.0), (30, -2.0)], (5, 10): [(11, -0.5)], (10, 11): [(12, -0.5)], (5, 30): [(31, -9.0)]}
+    )
+    for _ in range(2):
+        found = [(node.token, node.source, node.step) for node, _ in drafts.best(9, certain, None, book)]
+        assert found == [
+            (10, Source.REMOTE, -0.25),
+            (11, Source.PHRASE, -0.5),
+            (12, Source.PHRASE, -0.5),
+            (30, Source.PHRASE, -2.0),
+            (20, Source.REMOTE, -6.0),
+            (31, Source.PHRASE, -9.0),
+        ]
+    # once each, the tip every time, and never what is hardly reached
+    assert book.asked == [(4, 5), (5, 10), (10, 11), (11, 12), (5, 30), (4, 5)]
+
+
+def test_phrases_of_a_lone_token() -> None:
+    book = Book({(-1, 5): [(6, -0.5)], (5, 6): [(7, -0.5)]})
+    assert [node.token for node, _ in Drafts([5]).best(9, certain, None, book)] == [6, 7]
 
 
 def test_what_a_pass_foretold_comes_first() -> None:
     drafts = Drafts([5])
     drafts.graft(draft(1, 0, [(-1, 10, -0.1), (-1, 20, -3.0)]))
-    drafts.expect([20, 21])
+    drafts.expect([20, 21], Source.NGRAM)
     rows, _ = layout([node for node, _ in drafts.best(9, lambda node: 0.97 if node.sure else certain(node))])
     assert [node.token for node in rows] == [20, 21, 10]
+    # the server had proposed 20; who led the pass there is credited with the rest, or else whoever stands above it
+    assert [node.source for node in rows] == [Source.REMOTE] * 3
+    drafts.expect([40, 41], Source.PHRASE)
+    found = {node.token: node.source for node, _ in drafts.best(9, certain)}
+    assert (found[40], found[41]) == (Source.PHRASE, Source.PHRASE)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -165,3 +227,22 @@ def test_whatever_the_delays_nothing_hangs_where_it_does_not_belong(seed: int) -
     committed = tuple(text[1:])
     below = {path[len(committed) :] for path in known.values() if path[: len(committed)] == committed}
     assert paths(drafts) == below - {()}
+
+
+def test_what_is_forbidden_is_dropped_with_all_below() -> None:
+    drafts = Drafts([5])
+    for tokens in ([1, 2], [1, 3], [4]):
+        drafts.suggest(tokens, -0.1)
+    found = drafts.best(9, lambda node: 0.5, lambda node: node.token != 1)
+    assert [node.token for node, _ in found] == [4]
+    assert [node.token for node in drafts.roots] == [4]
+
+
+def test_what_is_forced_stands_alone() -> None:
+    drafts = Drafts([5])
+    for tokens in ([1, 2], [1, 3], [4]):
+        drafts.suggest(tokens, -0.1)
+    drafts.force([1, 3, 6])
+    path = [node for node, _ in drafts.best(9, lambda node: 0.5)]
+    assert [node.token for node in path] == [1, 3, 6]
+    assert all(node.source is Source.GRAMMAR and node.sure for node in path)

@@ -12,6 +12,18 @@ def node(step: float, source: Source = Source.REMOTE, sure: bool = False) -> Nod
     return Node(7, step, source, None, sure=sure)
 
 
+def test_what_the_server_passed_over_is_believed_less() -> None:
+    calibration = Calibration()
+    beside, alone = node(math.log(0.5), Source.PHRASE), node(math.log(0.5), Source.PHRASE)
+    beside.passed_over = True
+    assert calibration.probability(alone) == pytest.approx(0.8 * 0.5)
+    assert calibration.probability(beside) == pytest.approx(0.8 * 0.5 * 0.15)
+    for _ in range(100):
+        calibration.observe(beside, True)
+    assert calibration.probability(beside) > 0.8
+    assert calibration.probability(alone) == pytest.approx(0.8 * 0.5)
+
+
 def test_costs_lie_on_lines_between_what_was_seen() -> None:
     costs = PassCosts()
     assert not costs.known
