@@ -138,12 +138,12 @@ def phrases(
     chats = read_chats(data, vocab)
     arrays = count_phrases(chats, vocab)
     contexts = len(arrays["singles_keys"]) + len(arrays["pairs_keys"])
-    row = {"file": str(out), "bytes": write_phrases(out, arrays), "contexts": contexts, "tokens": len(chats.tokens)}
+    size = write_phrases(out, arrays)
     if as_json:
-        emit(row)
+        emit({"file": str(out), "bytes": size, "contexts": contexts, "tokens": len(chats.tokens)})
         return
-    typer.echo(row["file"])
-    print(f"{contexts:,} contexts of {row['tokens']:,} tokens, {row['bytes'] / 1e6:.1f} MB", file=sys.stderr)
+    typer.echo(str(out))
+    print(f"{contexts:,} contexts of {len(chats.tokens):,} tokens, {size / 1e6:.1f} MB", file=sys.stderr)
 
 
 def _tell(row: dict[str, Any]) -> None:

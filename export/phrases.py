@@ -36,7 +36,7 @@ def count_phrases(chats: Chats, vocab: int) -> dict[str, NDArray[Any]]:
 def write_phrases(file: Path, arrays: dict[str, NDArray[Any]]) -> int:
     """Write them, whole or not at all; bytes of the file."""
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
     replace(file, buffer.getvalue())
     return len(buffer.getvalue())
 

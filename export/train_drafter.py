@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,6 +38,8 @@ from starsd.shared.prompts import read_prompts
 from starsd.shared.rope import Rope
 
 _CHUNK = {"cpu": (64, 4096), "cuda": (512, 65536)}  # chats between commits, padded tokens of a pass
+_TRIES = 16
+_BF16_GAIN = 0.8  # of fp32's time that bf16 may take: converting to it costs some
 _HALF = 0.5  # of the minutes may go into preparation
 
 
@@ -154,13 +154,15 @@ def open_device(name: str) -> torch.device:
 
 
 def choose_dtype(wanted: str, device: torch.device) -> str:
-    """`auto`: bf16, except on CPUs that multiply fp32 faster (those without bf16 matrix units), which is tried out."""
+    """`auto`: bf16, except on CPUs that gain little by it (those without bf16 matrix units), which is tried out."""
     if wanted != "auto":
         return wanted
     if device.type != "cpu":
         return "bf16"
-    seconds = {name: _multiplying(dtype) for name, dtype in TORCH_DTYPES.items()}
-    return min(seconds, key=lambda name: seconds[name])
+    # in turns and often, since a moment in which others work would decide for hours
+    rounds = [{name: _multiplying(dtype) for name, dtype in TORCH_DTYPES.items()} for _ in range(_TRIES)]
+    seconds = {name: min(each[name] for each in rounds) for name in TORCH_DTYPES}
+    return "bf16" if seconds["bf16"] < _BF16_GAIN * seconds["fp32"] else "fp32"
 
 
 def head_rope(source: Checkpoint) -> Rope:
@@ -251,12 +253,8 @@ def _identity(source: Checkpoint, recipe: Recipe, sources: Sources, chats: Chats
 
 
 def _multiplying(dtype: torch.dtype) -> float:
-    """Seconds that a product of a layer's size takes, the best of three."""
+    """Seconds that a product of a layer's size takes."""
     a, b = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-    return min(_timed(lambda: a @ b) for _ in range(3))
-
-
-def _timed(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
-    work()
+    torch.matmul(a, b)
     return time.perf_counter() - start
