@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from starsd.edge.api_settings import Settings, read_keys
 from starsd.edge.policy import Policy
 from starsd.shared import console
 from starsd.shared.config import (
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 POLICIES = tuple(policy.value for policy in Policy)
-CHOICE, LIMITS, ENGINE = Sampling(), Limits(), Engine()
+CHOICE, LIMITS, ENGINE, API = Sampling(), Limits(), Engine(), Settings()
 CHAT_LIMITS = Limits(max_new_tokens=1024, overflow="truncate")
 
 Model = Annotated[str, typer.Option(help="smollm2-135m, hf:org/name, a model's folder or a bundle's.")]
@@ -52,6 +53,7 @@ MaxContext = Annotated[int, typer.Option(help="Tokens of context; 0: as many as 
 Server = Annotated[str, typer.Option(help="Drafter to ask, ws://host:port or wss://host:port.")]
 PolicyName = Annotated[str, typer.Option("--policy", help=f"Where drafts come from: {', '.join(POLICIES)}.")]
 Codec = Annotated[str, typer.Option(help=f"Features on the wire: {', '.join(CODECS)}.")]
+ShareNoise = Annotated[bool, typer.Option(help="Tell the server temperature and seed, for better drafts.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with this device's token, for wss://.")]
 Trust = Annotated[Path | None, typer.Option(help="Certificates to trust beside the system's, PEM.")]
 ProfileName = Annotated[str, typer.Option("--profile", help="Take a device's time: a profile's name or file.")]
@@ -74,6 +76,7 @@ def generate(
     policy: PolicyName = Policy.NEVER_WAIT.value,
     profile: ProfileName = "",
     codec: Codec = DEFAULT_CODEC,
+    share_noise: ShareNoise = True,
     token_file: TokenFile = None,
     trust: Trust = None,
     max_new_tokens: MaxNewTokens = LIMITS.max_new_tokens,
@@ -96,7 +99,7 @@ def generate(
     from starsd.edge.generate import answer_all
     from starsd.shared.prompts import Prompt, read_prompts
 
-    drafting = _drafting(policy, server, codec, token_file, trust)
+    drafting = _drafting(policy, server, codec, token_file, trust, share_noise)
     if (prompts is None) == (prompt is None):
         got = "neither --prompts nor --prompt" if prompt is None else "both --prompts and --prompt"
         raise UsageError(f"got {got}, expected one of them")
@@ -127,6 +130,7 @@ def chat(
     server: Server = "",
     policy: PolicyName = Policy.NEVER_WAIT.value,
     codec: Codec = DEFAULT_CODEC,
+    share_noise: ShareNoise = True,
     token_file: TokenFile = None,
     trust: Trust = None,
     system: Annotated[str | None, typer.Option(help="Instructions, in place of the model's own.")] = None,
@@ -154,12 +158,54 @@ def chat(
         seed=seed,
     )
     limits = Limits(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), overflow=overflow)
-    drafting = _drafting(policy, server, codec, token_file, trust)
+    drafting = _drafting(policy, server, codec, token_file, trust, share_noise)
     with _open(model, precision, Engine(threads=threads, max_context=max_context), drafting) as runtime:
         ChatTerminal(runtime.session(), sampling, limits, system=system).run()
 
 
-def _drafting(policy: str, server: str, codec: str, token_file: Path | None, trust: Path | None) -> Drafting:
+@app.command()
+def run(
+    *,
+    model: Model = DEFAULT_MODEL,
+    precision: Precision = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than this machine's need a key.")] = API.host,
+    port: Annotated[int, typer.Option(help="0: any that is free.")] = API.port,
+    server: Server = "",
+    policy: PolicyName = Policy.NEVER_WAIT.value,
+    codec: Codec = DEFAULT_CODEC,
+    share_noise: ShareNoise = True,
+    token_file: TokenFile = None,
+    trust: Trust = None,
+    conversations: Annotated[int, typer.Option(help="Answers under way at a time.")] = API.conversations,
+    queue: Annotated[int, typer.Option(help="Requests that may wait; the next one is told to come later.")] = API.queue,
+    api_key_file: Annotated[Path | None, typer.Option(help="Keys, one a line; $STARSD_API_KEY is one too.")] = None,
+    allow_origin: Annotated[list[str] | None, typer.Option(help="Site whose pages may ask; repeatable.")] = None,
+    grace: Annotated[float, typer.Option(help="Seconds that answers under way get at the end.")] = API.grace,
+    max_context: MaxContext = ENGINE.max_context,
+    threads: Threads = ENGINE.threads,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, when ready.")] = False,
+) -> None:
+    """Serve OpenAI's API and the chat page on this device, until SIGTERM or Ctrl-C."""
+    from starsd.edge.run import run as serve
+
+    settings = msgspec.structs.replace(
+        API,
+        host=host,
+        port=port,
+        conversations=conversations,
+        queue=queue,
+        keys=read_keys(api_key_file),
+        origins=tuple(allow_origin or ()),
+        grace=grace,
+    )
+    drafting = _drafting(policy, server, codec, token_file, trust, share_noise)
+    engine = Engine(threads=threads, max_context=max_context)
+    serve(model, precision, engine=engine, drafting=drafting, settings=settings, as_json=as_json)
+
+
+def _drafting(
+    policy: str, server: str, codec: str, token_file: Path | None, trust: Path | None, share_noise: bool
+) -> Drafting:
     from starsd.edge.runtime import Drafting
 
     if policy not in POLICIES:
@@ -168,7 +214,9 @@ def _drafting(policy: str, server: str, codec: str, token_file: Path | None, tru
         token = token_file.read_text().strip() if token_file is not None else os.environ.get("STARSD_TOKEN", "")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"token file {token_file} cannot be read: {error}") from error
-    return Drafting(policy=Policy(policy), server=server, token=token, trust=trust, codec=codec)
+    return Drafting(
+        policy=Policy(policy), server=server, token=token, trust=trust, codec=codec, share_noise=share_noise
+    )
 
 
 def _open(model: str, precision: str | None, engine: Engine, drafting: Drafting, profile: str = "") -> Runtime:

@@ -26,7 +26,10 @@ PYTHONS = ((3, 10), (3, 13))
 NEEDED_DISK = 1_500_000_000  # bytes; the default model's download, its weights and one bundle
 NEEDED_MEMORY = 1_000_000_000  # bytes; the default model in fp32 with its cache
 EXTRAS = {  # modules that each extra brings
-    "edge": ("jinja2", "onnxruntime", "rich", "threadpoolctl", "tokenizers", "websockets"),
+    "edge": (
+        *("fastapi", "jinja2", "llguidance", "onnxruntime", "prometheus_client", "rich", "starlette", "threadpoolctl"),
+        *("tokenizers", "uvicorn", "websockets"),
+    ),
     "server": ("safetensors", "tokenizers", "torch", "websockets", "zmq"),
     "export": ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "google.protobuf", "safetensors", "sentencepiece"),
 }

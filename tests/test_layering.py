@@ -37,15 +37,19 @@ LIGHT = {
 
 # Everything else, only in these files. A new line here is a decision: a device starts without what it does not use.
 HEAVY = {
+    "fastapi": {"edge/api.py"},
     "gguf": {"export/gguf_file.py"},
     "huggingface_hub": {"export/hub_source.py"},
     "jinja2": {"edge/template.py", "export/chat.py"},
     "llama_cpp": {"scripts/bench_peers.py"},
+    "llguidance": {"edge/grammar.py"},
     "onnx": {"export/graph.py", "export/linear.py"},
     "onnxruntime": {"edge/target_onnx.py", "export/check.py", "scripts/doctor.py"},
     "safetensors": {"edge/target_torch.py"},
+    "prometheus_client": {"edge/api_metrics.py"},
     "rich": {"scripts/demo_table.py"},
     "sentencepiece": {"export/tokenizer_model.py"},
+    "starlette": {"edge/api.py", "edge/api_guard.py", "edge/api_responses.py", "edge/api_web.py"},
     "threadpoolctl": {"scripts/demo_star.py"},
     "tokenizers": {
         "edge/detokenize.py",
@@ -81,6 +85,7 @@ HEAVY = {
         "server/selftest.py",
         "server/slots.py",
     },
+    "uvicorn": {"edge/run.py"},
     "websockets": {"edge/link.py", "server/gateway.py"},
     "zmq": {"server/pool.py", "server/worker.py"},
 }
@@ -159,9 +164,10 @@ def test_the_list_of_heavy_imports_is_no_longer_than_needed() -> None:
     assert not unused
 
 
-@pytest.mark.parametrize("module", ["starsd.edge.cli", "starsd.edge.session"])
+@pytest.mark.parametrize("module", ["starsd.edge", "starsd.edge.cli", "starsd.edge.session"])
 def test_the_edge_starts_without_heavy_libraries(module: str) -> None:
     heavy = {"torch", "transformers", "onnx", "onnxruntime", "gguf", "huggingface_hub", "tensorrt", "websockets", "zmq"}
+    heavy |= {"fastapi", "llguidance", "prometheus_client", "starlette", "uvicorn"}
     code = f"import sys, {module}; print(*sorted({heavy!r} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
