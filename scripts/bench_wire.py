@@ -96,7 +96,7 @@ def command(
     nodes: Annotated[int, typer.Option(help="Nodes of a tree.")] = _DEFAULT.nodes,
     accepted: Annotated[int, typer.Option(help="Drafts that a verdict accepts.")] = _DEFAULT.accepted,
     context: Annotated[int, typer.Option(help="Tokens of the conversation so far.")] = _DEFAULT.context,
-    codec: Annotated[str, typer.Option(help="Of the features: fp16, int8 or int4.")] = _DEFAULT.codec,
+    codec: Annotated[str, typer.Option(help="Of the features: a name in docs/features.md.")] = _DEFAULT.codec,
     vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = _DEFAULT.vocab,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")] = False,
 ) -> None:

@@ -184,7 +184,7 @@ def test_a_wrong_message_ends_its_session_and_no_other(local: Local, message: An
         (msgspec.structs.replace(opening(1), vocab=95), "vocabulary has 95 tokens, expected the head's 96"),
         (
             msgspec.structs.replace(opening(1), codec="int5"),
-            "codec 'int5' is unknown, expected one of fp16, int8, int4",
+            "codec 'int5' is unknown, expected one of fp16, int8, int4, rot4, rot3, rot2",
         ),
         (opening(1, padding=65536), "a feature row takes 65728 bytes, expected at most 65536"),
         (Hello(2, 2, "x"), "got hello, expected what an edge sends"),
