@@ -7,15 +7,19 @@ machine and takes less than it says. `down` is a link that was never there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
+from starsd.edge.answer import Outcome
 from starsd.edge.channel import Model
+from starsd.edge.drafts import Source
 from starsd.edge.paced_target import PacedTarget
 from starsd.edge.phrasebooks import find_phrases
 from starsd.edge.policy import Policy
@@ -38,6 +42,7 @@ from starsd.shared.phrases import Phrasebook
 from starsd.shared.profiles import Profile, read_profile
 
 DOWN = "down"
+REMOTE = Source.REMOTE.name.lower()
 SETTLE_SECONDS = 3.0  # for a connection to be made, before the first prompt
 
 
@@ -78,7 +83,8 @@ def run(
 def _measure(bench: LinkBench, head: VirtualHead, recordings: Recordings, rtt: str, policy: Policy) -> dict[str, Any]:
     """All recorded prompts, one after the other, in one session."""
     about = recordings.header
-    outcomes = []
+    outcomes: list[Outcome] = []
+    drafted: list[float] = []  # seconds from the request to the first token that the server had proposed
     with VirtualClock() as clock:
         settings = LinkSettings(
             rtt_ms=0.0 if rtt == DOWN else float(rtt),
@@ -107,11 +113,15 @@ def _measure(bench: LinkBench, head: VirtualHead, recordings: Recordings, rtt: s
             for run in recordings.runs:
                 session.forget()
                 limits = Limits(max_new_tokens=len(run.tokens) - run.prompt)
-                *_, last = session.generate(run.tokens[: run.prompt].tolist(), Sampling(), limits)
-                assert last.outcome is not None
-                outcomes.append(last.outcome)
+                asked, first = clock.now(), math.nan
+                for piece in session.generate(run.tokens[: run.prompt].tolist(), Sampling(), limits):
+                    if math.isnan(first) and REMOTE in piece.sources:
+                        first = clock.now() - asked
+                assert piece.outcome is not None
+                outcomes.append(piece.outcome)
+                drafted.append(first)
                 expected = run.tokens[run.prompt :].tolist()
-                if last.outcome.token_ids != (expected[:-1] if run.ended else expected):
+                if piece.outcome.token_ids != (expected[:-1] if run.ended else expected):
                     raise AssertionError(f"answer to {run.id} is not the recorded one")
 
         clock.spawn(edge, "edge")
@@ -119,12 +129,16 @@ def _measure(bench: LinkBench, head: VirtualHead, recordings: Recordings, rtt: s
     tokens = sum(outcome.new_tokens - 1 for outcome in outcomes)
     seconds = sum(outcome.seconds - outcome.prefill_seconds for outcome in outcomes)
     passes = sum(outcome.passes for outcome in outcomes)
+    helped = [seconds for seconds in drafted if not math.isnan(seconds)]
     return {
         "tok_s": round(tokens / seconds, 2),
         "tau": round(tokens / passes, 3),
         "remote": sum(outcome.accepted_remote for outcome in outcomes),
         "ngram": sum(outcome.accepted_ngram for outcome in outcomes),
         "tokens": tokens,
+        "prefill_s": round(median(outcome.prefill_seconds for outcome in outcomes), 3),
+        "first_draft_s": round(median(helped), 3) if helped else None,
+        "never_drafted": len(drafted) - len(helped),
         "up_bytes_per_token": round(sum(outcome.bytes_up for outcome in outcomes) / tokens, 1),
         "down_bytes_per_token": round(sum(outcome.bytes_down for outcome in outcomes) / tokens, 1),
     }

@@ -18,10 +18,11 @@ from starsd.edge.recordings import Header, Recording, record_run, write_recordin
 from starsd.edge.session import fit
 from starsd.edge.target import open_target
 from starsd.export.staging import storage_errors
+from starsd.scripts.long_prompts import Conversations
 from starsd.shared import manifest
 from starsd.shared.config import DEFAULT_MODEL, PRECISIONS, Engine, Limits
 from starsd.shared.console import Progress, StderrProgress, emit
-from starsd.shared.errors import ContextOverflowError
+from starsd.shared.errors import ContextOverflowError, UsageError
 from starsd.shared.home import home
 from starsd.shared.prompts import read_prompts
 
@@ -50,11 +51,19 @@ def ensure_recording(
 
 
 def record(
-    bundle: Path, prompts: Path, max_new_tokens: int, out: Path, progress: Progress, threads: int = 0
+    bundle: Path,
+    prompts: Path,
+    max_new_tokens: int,
+    out: Path,
+    progress: Progress,
+    threads: int = 0,
+    chats: Path | None = None,
+    context: int = 0,
 ) -> list[Recording]:
     """Answer the first turn of every prompt, plainly and greedily, into `out`, which appears whole or not at all.
 
-    Raises UsageError for prompts that cannot be read, ContextOverflowError for those that do not fit, and StorageError.
+    With `chats` a prompt is the last turn of a conversation of nearly `context` tokens. Raises UsageError for prompts
+    that cannot be read, ContextOverflowError for those that do not fit, and StorageError.
     """
     from starsd.edge.text import Text
 
@@ -62,11 +71,17 @@ def record(
     found, text = manifest.read(bundle), Text.open(bundle)
     limits = Limits(max_new_tokens=max_new_tokens)
     target = open_target("onnx", bundle, Engine(threads=threads))
+    earlier = None if chats is None else Conversations(text, chats, found.shape.vocab)
     runs = []
     for done, prompt in enumerate(asked):
         progress("recording", done, len(asked))
+        said = prompt.turns[0]
         try:
-            ids = fit(text.encode_chat([{"role": "user", "content": prompt.turns[0]}]), limits, target.context)
+            if earlier is None:
+                ids = text.encode_chat([{"role": "user", "content": said}])
+            else:
+                ids = earlier.ending_with(said, context, seed=done)
+            ids = fit(ids, limits, target.context)
         except ContextOverflowError as error:
             raise ContextOverflowError(f"prompt {prompt.id}: {error}") from error
         room = target.context - len(ids) + 1  # as `Session.generate` has it
@@ -100,11 +115,16 @@ def command(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = LIMITS.max_new_tokens,
     out: Annotated[Path, typer.Option(help="The .npz file to write.")],
     threads: Annotated[int, typer.Option(help="0: one for each physical core.")] = 0,
+    chats: Annotated[Path | None, typer.Option(help="An .npz of chats to be the turns before each prompt.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens that a prompt shall have with --chats.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")] = False,
 ) -> None:
     """Record greedy answers of the real engine for replay targets."""
     started = time.perf_counter()
-    runs = record(ensure_bundle(model, precision), prompts, max_new_tokens, out, StderrProgress(), threads)
+    if (chats is None) != (context == 0) or context < 0:
+        raise UsageError(f"chats are {chats} and context is {context}, expected both or neither")
+    bundle = ensure_bundle(model, precision)
+    runs = record(bundle, prompts, max_new_tokens, out, StderrProgress(), threads, chats, context)
     row = {
         "file": str(out),
         "prompts": len(runs),
