@@ -17,12 +17,13 @@ from starsd.shared.profiles import Profile
 
 class PacedTarget:
     """A `Target` around another. `late` counts the passes that took longer than the profile's time, prefill included,
-    `late_seconds` by how much altogether."""
+    `late_seconds` by how much altogether; `rows` and `busy_seconds` are those of all scored trees."""
 
     def __init__(self, target: Target, profile: Profile, clock: Clock = REAL) -> None:
         self._target, self._profile, self._clock = target, profile, clock
         self.late = 0
         self.late_seconds = 0.0
+        self.rows, self.busy_seconds = 0, 0.0
 
     @property
     def shape(self) -> ModelShape:
@@ -57,7 +58,10 @@ class PacedTarget:
     def score(self, tokens: Sequence[int], parents: Sequence[int]) -> Floats:
         started = self._clock.now()
         logits = self._target.score(tokens, parents)
-        self._last_until(started + self._profile.pass_seconds(len(tokens)))
+        seconds = self._profile.pass_seconds(len(tokens))
+        self.rows += len(tokens)
+        self.busy_seconds += seconds
+        self._last_until(started + seconds)
         return logits
 
     def commit(self, rows: Sequence[int]) -> Floats:

@@ -104,11 +104,13 @@ def _measure(bench: LinkBench, head: VirtualHead, recordings: Recordings, rtt: s
         if rtt != DOWN:
             line.connect()
 
+        target = PacedTarget(ReplayTarget(recordings), bench.profile, clock)
+
         def edge() -> None:
             remote = line.channel.session(Model(about.fingerprint, about.shape, about.features))
             speculator = Speculator(policy, remote, clock=clock, ngrams=bench.ngrams, phrases=bench.phrases)
             text: Any = _Text(about.eos)
-            session = Session(PacedTarget(ReplayTarget(recordings), bench.profile, clock), text, speculator)
+            session = Session(target, text, speculator)
             clock.sleep(SETTLE_SECONDS)
             for run in recordings.runs:
                 session.forget()
@@ -128,7 +130,10 @@ def _measure(bench: LinkBench, head: VirtualHead, recordings: Recordings, rtt: s
         clock.run()
     tokens = sum(outcome.new_tokens - 1 for outcome in outcomes)
     seconds = sum(outcome.seconds - outcome.prefill_seconds for outcome in outcomes)
+    read = sum(bench.profile.prefill_seconds(run.prompt - 1) for run in recordings.runs)
     passes = sum(outcome.passes for outcome in outcomes)
+    scored = passes + len(outcomes)  # the first token's pass of each answer counts as prefill
+    idle = sum(outcome.seconds for outcome in outcomes) - target.busy_seconds - read
     helped = [seconds for seconds in drafted if not math.isnan(seconds)]
     return {
         "tok_s": round(tokens / seconds, 2),
@@ -136,6 +141,8 @@ def _measure(bench: LinkBench, head: VirtualHead, recordings: Recordings, rtt: s
         "remote": sum(outcome.accepted_remote for outcome in outcomes),
         "ngram": sum(outcome.accepted_ngram for outcome in outcomes),
         "tokens": tokens,
+        "rows": round(target.rows / scored, 2),
+        "idle_ms": round(1e3 * idle / scored, 2),
         "prefill_s": round(median(outcome.prefill_seconds for outcome in outcomes), 3),
         "first_draft_s": round(median(helped), 3) if helped else None,
         "never_drafted": len(drafted) - len(helped),
@@ -180,6 +187,7 @@ def command(
     ngrams: Annotated[bool, typer.Option(help="Drafts from the conversation itself, too.")] = True,
     phrases: Annotated[bool, typer.Option(help="Drafts from the model's phrasebook, too.")] = True,
     nodes: Annotated[int, typer.Option(help="Of a near edge's tree.")] = LIMITS.nodes,
+    window: Annotated[int, typer.Option(help="Tokens that the drafter looks back.")] = LIMITS.window,
     farthest: Annotated[int, typer.Option(help="Times as many for a far one, at most.")] = LIMITS.farthest,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")] = False,
 ) -> None:
@@ -196,7 +204,7 @@ def command(
         down_kbit=parse_kbit(down),
         schedule=schedule,
         ngrams=ngrams,
-        limits=msgspec.structs.replace(LIMITS, nodes=nodes, farthest=farthest),
+        limits=msgspec.structs.replace(LIMITS, nodes=nodes, farthest=farthest, window=window),
     )
     if find_spec("torch") is None:
         raise MissingExtraError("torch", "server")
