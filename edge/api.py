@@ -11,20 +11,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Route
 
 from starsd.edge import api_web
 from starsd.edge.api_answers import Answers
 from starsd.edge.api_errors import ApiError, ending, from_starsd
+from starsd.edge.api_grammars import Grammars
 from starsd.edge.api_guard import Door, Envelope, Keys, is_loopback, to_stderr
 from starsd.edge.api_line import Line
 from starsd.edge.api_metrics import Metrics
 from starsd.edge.api_orders import Order, chat_order, completion_order
 from starsd.edge.api_requests import ChatRequest, CompletionRequest, decode
-from starsd.edge.api_responses import Answered, Desk, JsonResponse, refusal
-from starsd.edge.api_settings import Settings
+from starsd.edge.api_responses import AnswerResponse, Desk, JsonResponse, refusal
+from starsd.edge.api_settings import RECOMMENDED, Settings
 from starsd.edge.api_shapes import ChatShape, CompletionShape, Frame
 from starsd.shared.errors import StarsdError
 
@@ -51,12 +54,12 @@ def create_app(
     name = settings.name or about.model
     line = Line(settings.conversations, settings.queue)
     metrics = Metrics(runtime, line)
-    desk = Desk(line, metrics, asyncio.Event(), settings.stall_seconds)
+    desk = Desk(line, metrics, Grammars(runtime.text), asyncio.Event(), settings.stall_seconds)
     readers = asyncio.Semaphore(READERS)
     fingerprint = hashlib.sha256(f"{runtime.model.fingerprint} {about.precision}".encode()).hexdigest()[:16]
 
     app = FastAPI(title="starsd", openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.ending, app.state.line = desk.ending, line
+    app.state.ending, app.state.line, app.state.grammars = desk.ending, line, desk.grammars
     app.add_middleware(Keys, keys=settings.keys)
     if settings.origins:
         app.add_middleware(
@@ -83,9 +86,7 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        what = "path is not served here" if error.status_code == 404 else error.detail.lower()
-        code = "unknown_url" if error.status_code == 404 else None
-        return refusal(ApiError(what, status=error.status_code, code=code, headers=error.headers))
+        return refusal(_unserved(request, error))
 
     async def take(request: Request, kind: type[Kind], reader: Reader[Kind]) -> Order:
         if desk.ending.is_set():
@@ -101,31 +102,33 @@ def create_app(
     async def chat(request: Request) -> Response:
         order = await take(request, ChatRequest, chat_order)
         shape = ChatShape(frame(order), runtime.text, order.top_logprobs is not None)
-        return Answered(desk, Answers(runtime, order, metrics.tokens), shape)
+        return AnswerResponse(desk, Answers(runtime, order, metrics.tokens), shape)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         order = await take(request, CompletionRequest, completion_order)
         shape = CompletionShape(frame(order), runtime.text, order.top_logprobs is not None)
-        return Answered(desk, Answers(runtime, order, metrics.tokens), shape)
+        return AnswerResponse(desk, Answers(runtime, order, metrics.tokens), shape)
 
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "starsd"}
-    model |= {"starsd": {"precision": about.precision, "context": about.context}}
+    shown = {"id": name, "object": "model", "created": 0, "owned_by": "starsd"}
+    shown |= {"starsd": {"precision": about.precision, "context": about.context}}
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JsonResponse({"object": "list", "data": [model]})
+        return JsonResponse({"object": "list", "data": [shown]})
 
-    @app.get("/v1/models/{asked:path}")
-    async def one_model(asked: str) -> Response:
-        if asked != name:
-            raise ApiError(f"model {asked[:100]!r} is not here, expected {name}", status=404, code="model_not_found")
-        return JsonResponse(model)
+    @app.get("/v1/models/{model:path}")
+    async def one_model(model: str) -> Response:
+        if model != name:
+            raise ApiError(f"model {model[:100]!r} is not here, expected {name}", status=404, code="model_not_found")
+        return JsonResponse(shown)
 
     @app.get("/v1/starsd/status")
     async def status() -> Response:
         now = {"running": line.running, "queue": line.waiting, "tokens_per_second": metrics.tokens_per_second()}
-        return JsonResponse({**msgspec.structs.asdict(runtime.status()), "model": name, **now})
+        sampling = {field: getattr(settings.sampling, field) for field in RECOMMENDED}
+        state = msgspec.structs.asdict(runtime.status())
+        return JsonResponse({**state, "model": name, **now, "sampling": sampling})
 
     @app.get("/health")
     async def health() -> Response:
@@ -144,6 +147,18 @@ def create_app(
             return await page.get_response(api_web.INDEX, request.scope)
 
     return app
+
+
+def _unserved(request: Request, error: HTTPException) -> ApiError:
+    """Of a path or a method that is none of ours."""
+    if error.status_code == 404:
+        served = ", ".join(sorted({route.path_format for route in request.app.routes if isinstance(route, Route)}))
+        return ApiError(f"path is not served here, expected one of {served}", status=404, code="unknown_url")
+    if error.status_code == 405:
+        allowed = Headers(error.headers).get("allow", "GET, HEAD")  # which is what files are for
+        what = f"method {request.method[:20]} is not allowed here, expected {allowed}"
+        return ApiError(what, status=405, code="method_not_allowed", headers={"allow": allowed})
+    return ApiError(error.detail.lower(), status=error.status_code, headers=error.headers)
 
 
 async def _body(request: Request, settings: Settings) -> bytes:

@@ -7,6 +7,7 @@ under the grammar, then free again. Each turn has noise of its own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -52,8 +53,10 @@ class Tally:
     bytes_up: int = 0
     bytes_down: int = 0
     decoding: float = 0.0  # seconds behind the prefills
+    joules: float | None = 0.0  # that the device used meanwhile, for whatever; None where its power is unknown
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome, joules: float | None) -> None:
+        self.joules = None if joules is None or self.joules is None else self.joules + joules
         self.new_tokens += outcome.new_tokens
         self.verified += max(0, outcome.new_tokens - 1)
         self.passes += outcome.passes
@@ -62,6 +65,15 @@ class Tally:
         self.bytes_up += outcome.bytes_up
         self.bytes_down += outcome.bytes_down
         self.decoding += outcome.seconds - outcome.prefill_seconds
+
+    def add_cut(self, passes: int, sources: Counter[str]) -> None:
+        """A generation that ended before its outcome came: passes that brought tokens, and who proposed those."""
+        tokens = sources.total()
+        self.new_tokens += tokens
+        self.verified += max(0, tokens - 1)
+        self.passes += max(0, passes - 1)  # the first belongs to the prefill
+        self.accepted_remote += sources["remote"]
+        self.accepted_ngram += sources["ngram"] + sources["phrase"]
 
     def shape(self, prompt_tokens: int) -> dict[str, Any]:
         """As `usage` has it; tau is None without a pass behind the prefill."""
@@ -77,17 +89,21 @@ class Tally:
                 "tokens_per_second": round(self.verified / self.decoding, 2) if self.decoding > 0 else None,
                 "bytes_up": self.bytes_up,
                 "bytes_down": self.bytes_down,
+                "joules": round(self.joules, 3) if self.joules else None,
+                "tokens_per_joule": round(self.new_tokens / self.joules, 3) if self.joules else None,
             },
         }
 
 
 @dataclass
 class Answers:
-    """One request's. `tally` grows while `events` runs; `came` is told of tokens as they come, shown or not."""
+    """One request's. `tally` grows while `events` runs; `came` is told of tokens as they come, shown or not. `grammar`
+    is that of the order's form, if it has one."""
 
     runtime: Runtime
     order: Order
     came: Callable[[int], None]
+    grammar: Grammar | None = None
     tally: Tally = field(default_factory=Tally)
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -103,7 +119,7 @@ class Answers:
 
     async def _free(self, index: int, prompt: list[int]) -> AsyncGenerator[Event, None]:
         tints = Tints(self.runtime.text) if self.order.show_drafts else None
-        async with aclosing(self._turn(prompt, index, self.order.grammar)) as pieces:
+        async with aclosing(self._turn(prompt, index, self.grammar)) as pieces:
             async for piece in pieces:
                 yield Event(index, piece.text, piece, None if tints is None else tints.shape(piece))
                 if piece.outcome is not None:
@@ -124,7 +140,7 @@ class Answers:
             tints = Tints(text) if order.show_drafts else None
             unsaid: list[str] = []  # a call, which is told when it is whole; or what follows one, mostly space
             outcome: Outcome | None = None
-            grammar = order.calls if calling else None
+            grammar = self.grammar if calling else None
             async with aclosing(self._turn(ids, index + turn * TURN, grammar, limits)) as pieces:
                 async for piece in pieces:
                     outcome = piece.outcome
@@ -159,7 +175,8 @@ class Answers:
     async def _turn(
         self, prompt: list[int], choice: int, grammar: Grammar | None, limits: Limits | None = None
     ) -> AsyncGenerator[Piece, None]:
-        order = self.order
+        order, telemetry = self.order, self.runtime.telemetry
+        before = telemetry.mark()
         pieces = self.runtime.agenerate(
             prompt,
             sampling=order.sampling,
@@ -169,9 +186,17 @@ class Answers:
             top_logprobs=order.top_logprobs,
             private=order.private,
         )
-        async with aclosing(pieces) as running:
-            async for piece in running:
-                self.came(len(piece.tokens))
-                if piece.outcome is not None:
-                    self.tally.add(piece.outcome)
-                yield piece
+        passes, sources, whole = 0, Counter[str](), False
+        try:
+            async with aclosing(pieces) as running:
+                async for piece in running:
+                    self.came(len(piece.tokens))
+                    passes += bool(piece.tokens)
+                    sources.update(piece.sources)
+                    if piece.outcome is not None:
+                        self.tally.add(piece.outcome, telemetry.spent(before))
+                        whole = True
+                    yield piece
+        finally:
+            if not whole:
+                self.tally.add_cut(passes, sources)

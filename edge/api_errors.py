@@ -44,15 +44,16 @@ def unreadable(error: Exception) -> ApiError:
         return ApiError(f"body cannot be parsed as JSON: {reason}")
     text = str(error)
     where = _WHERE.search(text)
-    param = where.group(1) or None if where else None
+    param = where.group(1).partition("[...]")[0] or None if where else None  # the rest is in any key, or any item
     return ApiError(f"{param or 'body'}: {_lowered(_WHERE.sub('', text))}", param=param)
 
 
-def overflow(context: int, tokens: int, param: str) -> ApiError:
-    """In OpenAI's words, by which clients know when to shorten a conversation."""
-    what = "messages" if param == "messages" else "prompt"
+def overflow(context: int, tokens: int, param: str, *, exact: bool = True) -> ApiError:
+    """In OpenAI's words, by which clients know when to shorten a conversation. Not `exact`: there may be more."""
+    what, least = "messages" if param == "messages" else "prompt", "" if exact else "at least "
     return ApiError(
-        f"This model's maximum context length is {context} tokens. However, your {what} resulted in {tokens} tokens. "
+        f"This model's maximum context length is {context} tokens. "
+        f"However, your {what} resulted in {least}{tokens} tokens. "
         f"Please reduce the length of the {what}.",
         param=param,
         code="context_length_exceeded",

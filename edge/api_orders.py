@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from starsd.edge.api_errors import ApiError, overflow
+from starsd.edge.api_grammars import ANY_OBJECT, Form
 from starsd.edge.api_prompts import check_depth, encode, plain_messages, raw_prompts
 from starsd.edge.api_requests import (
     BIAS,
@@ -21,17 +22,14 @@ from starsd.edge.api_requests import (
     stops,
 )
 from starsd.edge.api_tools import Offer, offer
-from starsd.edge.grammar import Grammar
-from starsd.edge.text import Text
 from starsd.shared.config import Limits, Sampling
-from starsd.shared.errors import UsageError
 
 if TYPE_CHECKING:
     from starsd.edge.runtime import Runtime
 
 COMPLETION_TOKENS = 16  # OpenAI's, where /v1/completions is not told
 SEED_BITS = 32
-LEAST_TOP_P = 1e-9  # what 0 means: the likeliest token alone
+LEAST = 1e-9  # of temperature and top_p; what is below means the likeliest token alone, as 0 does
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -49,9 +47,8 @@ class Order:
     include_usage: bool
     private: bool
     show_drafts: bool
-    grammar: Grammar | None = None
     offer: Offer | None = None
-    calls: Grammar | None = None  # of one call of the offer
+    form: Form | None = None  # what every answer is, or, of an offer, every call
 
     @property
     def prompt_tokens(self) -> int:
@@ -63,22 +60,21 @@ def chat_order(request: ChatRequest, runtime: Runtime, model: str, defaults: Sam
     """Raises ApiError for a request that cannot be met. Takes CPU time: not on the event loop."""
     _check_model(request.model, model)
     offered = offer(request, runtime.text)
-    grammar = _grammar(request.response_format, runtime.text)
-    if offered is not None and grammar is not None:
+    form = _form(request.response_format)
+    if offered is not None and form is not None:
         raise ApiError("response_format is given together with tools, expected one of them", param="response_format")
     messages = plain_messages(request.messages)
-    prompt = encode(runtime.text, messages, None if offered is None else offered.tools)
+    prompt = encode(runtime.text, messages, None if offered is None else offered.tools, runtime.context)
     most = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     top = (request.top_logprobs or 0) if request.logprobs else None
     order = _order(request, [prompt], most, top, runtime, defaults)
-    calls = None if offered is None else _compiled(runtime.text, offered.schema, "tools")
-    return replace(order, grammar=grammar, offer=offered, calls=calls)
+    return replace(order, offer=offered, form=form if offered is None else Form(offered.schema, "tools"))
 
 
 def completion_order(request: CompletionRequest, runtime: Runtime, model: str, defaults: Sampling) -> Order:
     """As chat_order."""
     _check_model(request.model, model)
-    prompts = raw_prompts(runtime.text, request.prompt, runtime.model.shape.vocab)
+    prompts = raw_prompts(runtime.text, request.prompt, runtime.model.shape.vocab, runtime.context)
     if (answers := len(prompts) * (request.n or 1)) > MOST_ANSWERS:
         raise ApiError(f"prompts times n are {answers} answers, expected at most {MOST_ANSWERS}", param="n")
     most = request.max_tokens if request.max_tokens is not None else COMPLETION_TOKENS
@@ -93,7 +89,7 @@ def _order(
     runtime: Runtime,
     defaults: Sampling,
 ) -> Order:
-    context = runtime.status().context
+    context = runtime.context
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     for prompt in prompts:
         if len(prompt) > context:
@@ -122,8 +118,10 @@ def _check_model(asked: str | None, model: str) -> None:
 
 def _sampling(request: ChatRequest | CompletionRequest, defaults: Sampling, vocab: int) -> Sampling:
     given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
-    if given.get("top_p") == 0:
-        given["top_p"] = LEAST_TOP_P
+    if given.get("temperature", 1) < LEAST:
+        given["temperature"] = 0.0
+    if given.get("top_p", 1) < LEAST:
+        given["top_p"] = LEAST
     seed = request.seed if request.seed is not None else secrets.randbits(SEED_BITS)
     bias = {_token(name, vocab): value for name, value in (request.logit_bias or {}).items()}
     for token, value in bias.items():
@@ -138,11 +136,11 @@ def _token(name: str, vocab: int) -> int:
     raise ApiError(f"logit_bias names token {name[:40]!r}, expected an id from 0 to {vocab - 1}", param="logit_bias")
 
 
-def _grammar(given: Format | None, text: Text) -> Grammar | None:
+def _form(given: Format | None) -> Form | None:
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
-        return Grammar.json_object(text)
+        return ANY_OBJECT
     if given.type != "json_schema":
         raise ApiError(
             f"response_format.type is {given.type[:40]!r}, expected text, json_object or json_schema",
@@ -150,12 +148,5 @@ def _grammar(given: Format | None, text: Text) -> Grammar | None:
         )
     if given.json_schema is None or given.json_schema.schema is None:
         raise ApiError("response_format has no json_schema.schema", param="response_format.json_schema")
-    return _compiled(text, given.json_schema.schema, "response_format.json_schema.schema")
-
-
-def _compiled(text: Text, schema: dict[str, Any], param: str) -> Grammar:
-    check_depth(schema, param)
-    try:
-        return Grammar.json_schema(text, schema)
-    except UsageError as error:
-        raise ApiError(str(error), param=param) from error
+    check_depth(given.json_schema.schema, "response_format.json_schema.schema")
+    return Form(given.json_schema.schema, "response_format.json_schema.schema")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from starsd.edge.api_errors import ApiError
+from starsd.edge.api_errors import ApiError, overflow
 from starsd.edge.api_requests import MOST_PROMPTS, Message
 from starsd.edge.text import Text
 from starsd.shared.errors import UsageError
@@ -22,6 +22,8 @@ from starsd.shared.errors import UsageError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NOTHING = r"(?!)"  # matches nowhere
 DEEPEST = 32  # levels of a schema or of a call's arguments
+PART = 16_384  # characters that are encoded at a time, of a text that may be too long
+SEAM = 64  # tokens by which a text may have fewer than its parts have, for each seam
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -31,8 +33,11 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_plain(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
-def encode(text: Text, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-    """Ids of a conversation up to where the answer begins. Raises ApiError where the template refuses the messages."""
+def encode(
+    text: Text, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, most: int
+) -> list[int]:
+    """Ids of a conversation up to where the answer begins. Raises ApiError where the template refuses the messages, and
+    where they are certain to have more than `most` tokens; a few more may come."""
     spelled = _special(text)
     mark = f"\ue000{secrets.token_hex(8)}:"  # nobody can have written this
     found: list[str] = []
@@ -49,21 +54,26 @@ def encode(text: Text, messages: Sequence[Mapping[str, Any]], tools: Sequence[Ma
         pieces = re.split(f"{mark}(\\d+)\ue001", rendered)
         ids: list[int] = []
         for at, piece in enumerate(pieces):
-            ids += (
-                _as_text(text, spelled, found[int(piece)]) if at % 2 else text.encode(piece, add_special_tokens=False)
-            )
+            if len(ids) > most:
+                raise overflow(most, len(ids), "messages", exact=False)
+            if at % 2:
+                ids += _as_text(text, spelled, found[int(piece)])
+            else:
+                _check_length(text, piece, most, "messages")
+                ids += text.encode(piece, add_special_tokens=False)
         return ids
     except UsageError as error:
         raise ApiError(str(error), param="messages") from error
 
 
-def raw_prompts(text: Text, given: Any, vocab: int) -> list[list[int]]:
-    """What `prompt` of /v1/completions may be: a text, ids, or a list of either."""
+def raw_prompts(text: Text, given: Any, vocab: int, most: int) -> list[list[int]]:
+    """What `prompt` of /v1/completions may be: a text, ids, or a list of either. Raises ApiError for anything else, and
+    for a text that is certain to have more than `most` tokens."""
     several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
     prompts = given if several else [given]
     if len(prompts) > MOST_PROMPTS:
         raise ApiError(f"prompt is {len(prompts)} prompts, expected at most {MOST_PROMPTS}", param="prompt")
-    return [_raw(text, prompt, vocab) for prompt in prompts]
+    return [_raw(text, prompt, vocab, most) for prompt in prompts]
 
 
 def check_depth(value: Any, param: str, left: int = DEEPEST) -> None:
@@ -122,9 +132,10 @@ def _content(message: Message, where: str) -> str:
     return "".join(part.text or "" for part in message.content)
 
 
-def _raw(text: Text, prompt: Any, vocab: int) -> list[int]:
+def _raw(text: Text, prompt: Any, vocab: int, most: int) -> list[int]:
     if isinstance(prompt, str):
         try:
+            _check_length(text, prompt, most, "prompt")
             ids = text.encode(prompt)
         except UsageError as error:
             raise ApiError(str(error), param="prompt") from error
@@ -138,6 +149,18 @@ def _raw(text: Text, prompt: Any, vocab: int) -> list[int]:
     if not ids:
         raise ApiError("prompt is empty, expected at least one token", param="prompt")
     return ids
+
+
+def _check_length(text: Text, string: str, most: int, param: str) -> None:
+    """Raise ApiError where a text is certain to have more than `most` tokens, which its beginning tells: all of it may
+    take seconds. Few texts have more tokens than half their characters."""
+    if len(string) <= 2 * most:
+        return
+    least = SEAM
+    for start in range(0, len(string), PART):
+        least += len(text.encode(string[start : start + PART], add_special_tokens=False)) - SEAM
+        if least > most:
+            raise overflow(most, least, param, exact=False)
 
 
 def _special(text: Text) -> re.Pattern[str]:

@@ -14,6 +14,7 @@ from starsd.edge.api_errors import ApiError, unreadable
 
 Request = TypeVar("Request", bound="_Common")
 MOST_STOPS = 4
+LONGEST_STOP = 1000  # characters; each token is compared with it
 MOST_CHOICES = 16
 MOST_PROMPTS = 16
 MOST_ANSWERS = 32  # of one request, which takes one turn in the line
@@ -194,5 +195,7 @@ def _check_stop(request: _Common) -> None:
     given = stops(request)
     if len(given) > MOST_STOPS:
         raise ApiError(f"stop has {len(given)} strings, expected at most {MOST_STOPS}", param="stop")
+    if (longest := max(map(len, given), default=0)) > LONGEST_STOP:
+        raise ApiError(f"stop has {longest} characters, expected at most {LONGEST_STOP}", param="stop")
     if "" in given:
         raise ApiError("stop has an empty string, expected at least one character", param="stop")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from starsd.edge.api_answers import Answers, Event
 from starsd.edge.api_errors import INTERNAL, ApiError, ending, from_starsd
+from starsd.edge.api_grammars import Grammars
 from starsd.edge.api_line import Line
 from starsd.edge.api_metrics import Metrics
 from starsd.edge.api_orders import Order
@@ -45,11 +46,12 @@ class Desk:
 
     line: Line
     metrics: Metrics
+    grammars: Grammars
     ending: asyncio.Event
     stall_seconds: float
 
 
-class Answered(Response):
+class AnswerResponse(Response):
     """Answers an order when it is called."""
 
     def __init__(self, desk: Desk, answers: Answers, shape: Shape) -> None:
@@ -77,20 +79,31 @@ class Answered(Response):
                 raise  # for the log
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.desk.line.turn(), aclosing(self.answers.events()) as told:
+        async with self._events() as told:
             events = [self._seen(event) async for event in told]
-        usage = self._usage()
-        await JsonResponse({**self.shape.whole(events), "usage": usage})(scope, receive, send)
+        await JsonResponse({**self.shape.whole(events), "usage": self._usage()})(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         usage = {"usage": None} if self.order.include_usage else {}
-        async with self.desk.line.turn(), aclosing(self.answers.events()) as told:
+        async with self._events() as told:
             async for event in told:
                 self._seen(event)
                 if chunks := self.shape.chunks(event):
                     await self._send(send, [chunk | usage for chunk in chunks])
         last = [{**self.shape.last(), "usage": self._usage()}]
         await self._send(send, last if self.order.include_usage else [], done=True, more=False)
+
+    @asynccontextmanager
+    async def _events(self) -> AsyncIterator[AsyncGenerator[Event, None]]:
+        """What happens, when it is our turn. Whatever ends it, what came of it is counted."""
+        if (form := self.order.form) is not None:
+            self.answers.grammar = await self.desk.grammars.of(form)
+        async with self.desk.line.turn():
+            try:
+                async with aclosing(self.answers.events()) as events:
+                    yield events
+            finally:
+                self.desk.metrics.answered(self.answers.tally, self.order.prompt_tokens)
 
     def _seen(self, event: Event) -> Event:
         if self._began and event.piece is not None and event.piece.tokens:
@@ -99,9 +112,7 @@ class Answered(Response):
         return event
 
     def _usage(self) -> Json:
-        tokens = self.order.prompt_tokens
-        self.desk.metrics.answered(self.answers.tally, tokens)
-        return self.answers.tally.shape(tokens)
+        return self.answers.tally.shape(self.order.prompt_tokens)
 
     async def _send(self, send: Send, chunks: Iterable[Json], *, done: bool = False, more: bool = True) -> None:
         body = b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks) + DONE * done

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from starsd.shared.config import Sampling
+from starsd.shared.config import CONVERSATIONS, Sampling
 from starsd.shared.errors import ModelError, UsageError
 
 KEY_VARIABLE = "STARSD_API_KEY"
 SHORTEST_KEY = 16  # characters
 _KEY = re.compile(r"[!-~]+")
-_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # by models, of Sampling
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +23,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str = ""  # that requests call the model by; "": the runtime's own
     host: str = "127.0.0.1"
     port: int = 8080  # 0: any that is free
-    conversations: int = 8  # answers under way at a time, and caches kept
+    conversations: int = CONVERSATIONS  # answers under way at a time, and caches kept
     queue: int = 16  # requests that may wait for one of them
     keys: tuple[str, ...] = ()  # a request needs one of these; none: this machine alone is served
     origins: tuple[str, ...] = ()  # web pages from elsewhere that may ask, "*" for any
@@ -47,7 +47,7 @@ def recommended(folder: Path, fallback: Sampling) -> Sampling:
         return fallback
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-        said = {name: config[name] for name in _RECOMMENDED if config.get(name) is not None}
+        said = {name: config[name] for name in RECOMMENDED if config.get(name) is not None}
         if config.get("do_sample") is False or not said:
             return fallback
         return msgspec.convert({"temperature": 1.0, **said}, Sampling)

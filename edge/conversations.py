@@ -4,8 +4,8 @@ Of the idle ones a prompt gets the one that has read more than half of what it h
 gets a new one, and where there are as many as may be, the one that has been idle for longest. Before it reads anything
 it copies what any other conversation has read of the prompt's beginning, such as the same instructions.
 
-A conversation is *told* when a server may hear of it. One that is not has no session at the server: there is nobody to
-leak to. A told one reads anew what only untold ones have read, since the server has never seen its features.
+A conversation is *public* when a server may hear of it. A private one has no session at the server: there is nobody to
+leak to. A public one reads anew what only private ones have read, since the server has never seen its features.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Conversation:
     """A session, and what the pool knows of it."""
 
     session: Session
-    told: bool
+    public: bool
     busy: bool = False
     answer: weakref.ref[Generation] | None = None  # weak, so that one that nobody takes pieces of ends
     used: int = 0  # rises with each use
@@ -40,13 +40,14 @@ class Conversation:
     def running(self) -> Generation | None:
         return None if self.answer is None else self.answer()
 
-    def shared(self, prompt: Sequence[int], told: bool) -> int:
+    def shared(self, prompt: Sequence[int], public: bool) -> int:
         """Tokens that an answer to `prompt` need not read again."""
-        return shared_length(self.session.cached, prompt[:-1]) if self.told or not told else 0
+        return shared_length(self.session.cached, prompt[:-1]) if self.public or not public else 0
 
 
 class Conversations:
-    """Any thread may take one and give it back. `session` and `speculator` make new ones, told or not."""
+    """Any thread may take one and give it back. `session` and `speculator` make new ones, public or
+    private."""
 
     def __init__(self, most: int, session: Callable[[bool], Session], speculator: Callable[[bool], Speculator]) -> None:
         if most < 1:
@@ -62,19 +63,24 @@ class Conversations:
     def busy(self) -> int:
         return sum(conversation.busy for conversation in self._all)
 
-    def take(self, prompt: Sequence[int], told: bool) -> Conversation:
+    @property
+    def answers_privately(self) -> bool:
+        """Whether one of which no server may hear is being answered."""
+        return any(conversation.busy and not conversation.public for conversation in list(self._all))
+
+    def take(self, prompt: Sequence[int], public: bool) -> Conversation:
         """One for this prompt.
 
         Raises CapacityError when all are busy; waits a step for one whose answer is being ended.
         """
         end = time.monotonic() + ENDING_SECONDS
         with self._changed:
-            while (found := self._choose(prompt, told)) is None:
+            while (found := self._choose(prompt, public)) is None:
                 ending = any(one.running is not None and one.running.closing for one in self._all)
                 if not ending or not self._changed.wait(end - time.monotonic()):
                     raise CapacityError(f"all {self.most} conversations are busy: try again when an answer has ended")
-            if found.told != told:
-                self._change(found, told)
+            if found.public != public:
+                self._change(found, public)
             found.busy, found.used = True, next(self._uses)
             return found
 
@@ -86,10 +92,10 @@ class Conversations:
         if closed:
             answer.close()
 
-    def most_read(self, told: bool, prompt: Sequence[int]) -> Session | None:
+    def most_read(self, public: bool, prompt: Sequence[int]) -> Session | None:
         """The session, busy or not, that has read most of a prompt, of those that such an answer may copy from."""
         with self._changed:
-            shared = [(one.shared(prompt, told), one.session) for one in self._all]
+            shared = [(one.shared(prompt, public), one.session) for one in self._all]
         length, session = max(shared, key=lambda found: found[0], default=(0, None))
         return session if length else None
 
@@ -113,23 +119,23 @@ class Conversations:
                 self._drop(idle)
             self._changed.wait_for(lambda: not self._all, timeout)
 
-    def _choose(self, prompt: Sequence[int], told: bool) -> Conversation | None:
+    def _choose(self, prompt: Sequence[int], public: bool) -> Conversation | None:
         """An idle one or a new one; None when there is neither."""
         if self._closed:
             raise UsageError("runtime is closed, expected an open one")
         idle = [one for one in self._all if not one.busy]
-        fitting = [one for one in idle if 2 * one.shared(prompt, told) >= len(one.session.cached)]
+        fitting = [one for one in idle if 2 * one.shared(prompt, public) >= len(one.session.cached)]
         if fitting:
-            return max(fitting, key=lambda one: (one.shared(prompt, told), one.used))
+            return max(fitting, key=lambda one: (one.shared(prompt, public), one.used))
         if len(self._all) < self.most:
-            self._all.append(Conversation(self._make(told), told))
+            self._all.append(Conversation(self._make(public), public))
             return self._all[-1]
         return min(idle, key=lambda one: one.used, default=None)
 
-    def _change(self, conversation: Conversation, told: bool) -> None:
-        """Let it have a session at the server, or none. A told one starts with nothing read."""
-        conversation.session.renew(self._speculator(told), keep=not told)
-        conversation.told = told
+    def _change(self, conversation: Conversation, public: bool) -> None:
+        """Let it have a session at the server, or none. A public one starts with nothing read."""
+        conversation.session.renew(self._speculator(public), keep=not public)
+        conversation.public = public
 
     def _drop(self, conversation: Conversation) -> None:
         conversation.session.close()

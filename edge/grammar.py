@@ -14,26 +14,20 @@ models get lost, and what is fixed costs no pass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from starsd.edge import grammar_rules
+from starsd.edge.grammar_rules import first_line
 from starsd.edge.text import Text, shared_length
-from starsd.shared.errors import UnsupportedModelError, UsageError
+from starsd.shared.errors import UsageError
 
-_JSON: dict[str, Any] = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "lenient": False,
-}
-_LIMITS = LLParserLimits(verbose_errors=False)  # the library's own, which bound time and memory of a step
 _REMEMBERED = 128  # positions whose masks are kept, some kilobytes each
-_TOKENIZERS: weakref.WeakKeyDictionary[Text, LLTokenizer] = weakref.WeakKeyDictionary()
+_TABLES: weakref.WeakKeyDictionary[Text, LLTokenizer] = weakref.WeakKeyDictionary()
 
 Ids = NDArray[np.int64]
 
@@ -41,16 +35,11 @@ Ids = NDArray[np.int64]
 class Grammar:
     """Describes answers, for one tokenizer; may be used for any number of them, at a time and one after the other."""
 
-    def __init__(self, text: Text, compiled: str, what: str) -> None:
+    def __init__(self, text: Text, rules: str, what: str) -> None:
         """Use the functions below. Raises UsageError for what does not compile."""
         self.text = text
-        self._root = LLMatcher(_tokenizer(text), compiled, log_level=0, limits=_LIMITS)
-        first = self._root.deep_copy()
-        if not first.is_error():
-            first.compute_bitmask()  # what nothing matches shows only here
-        if first.is_error():
-            raise UsageError(f"{what} cannot be used: {_first_line(first.get_error())}")
-        self._ends = text.eos or frozenset(_tokenizer(text).eos_tokens)
+        self._root = grammar_rules.root(_table(text), rules, what)
+        self._ends = text.eos or frozenset(_table(text).eos_tokens)
 
     @classmethod
     def json_object(cls, text: Text) -> Grammar:
@@ -59,29 +48,25 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, text: Text, schema: Mapping[str, Any]) -> Grammar:
-        """JSON that a schema describes. Raises UsageError for one that is wrong or uses what cannot be enforced."""
-        if not isinstance(schema, Mapping):
-            raise UsageError(f"JSON schema is a {type(schema).__name__}, expected an object")
-        try:
-            written = msgspec.json.encode(schema).decode()
-            compiled = LLMatcher.grammar_from_json_schema(written, overrides=_JSON)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise UsageError(f"JSON schema cannot be used: {_first_line(str(error))}") from error
-        return cls(text, compiled, "JSON schema")
+        """JSON that a schema describes. Raises UsageError for one that is wrong or uses what cannot be enforced.
+
+        A schema of a few words may take minutes to compile: one that strangers wrote belongs into a trial first.
+        """
+        return cls(text, grammar_rules.json_rules(schema), "JSON schema")
 
     @classmethod
     def regex(cls, text: Text, pattern: str) -> Grammar:
         """The whole answer matches `pattern`, in the syntax of Rust's regex: no look-around, no back-references."""
-        return cls(text, _written(LLMatcher.grammar_from_regex, pattern), "regular expression")
+        return cls(text, grammar_rules.regex_rules(pattern), "regular expression")
 
     @classmethod
     def lark(cls, text: Text, grammar: str) -> Grammar:
         """A context-free grammar as llguidance writes it, a dialect of Lark's; its first rule is `start`."""
-        return cls(text, _written(LLMatcher.grammar_from_lark, grammar), "grammar")
+        return cls(text, grammar_rules.lark_rules(grammar), "grammar")
 
     def matcher(self) -> Matcher:
         """A place in it for one answer."""
-        known = _tokenizer(self.text).vocab_size
+        known = _table(self.text).vocab_size
         return Matcher(self._root.deep_copy(), self._ends, known, explicit=bool(self.text.eos))
 
 
@@ -163,30 +148,12 @@ class Matcher:
     def _must_work(self) -> None:
         if self._matcher.is_error():
             raise UsageError(
-                f"grammar cannot be followed behind {len(self._path)} tokens: {_first_line(self._matcher.get_error())}"
+                f"grammar cannot be followed behind {len(self._path)} tokens: {first_line(self._matcher.get_error())}"
             )
 
 
-def _tokenizer(text: Text) -> LLTokenizer:
-    """Of this text, made once: that takes a good part of a second."""
-    if (found := _TOKENIZERS.get(text)) is None:
-        try:
-            found = LLTokenizer(text.tokenizer.to_str(), eos_token=sorted(text.eos) or None)
-        except (ValueError, RuntimeError) as error:
-            raise UnsupportedModelError(f"tokenizer cannot be used with grammars: {_first_line(str(error))}") from error
-        _TOKENIZERS[text] = found
+def _table(text: Text) -> LLTokenizer:
+    """Of this text, made once."""
+    if (found := _TABLES.get(text)) is None:
+        found = _TABLES[text] = grammar_rules.token_table(text.tokenizer.to_str(), text.eos)
     return found
-
-
-def _written(read: Callable[[str], str], source: str) -> str:
-    try:
-        return read(source)
-    except UnicodeEncodeError as error:
-        raise UsageError(f"grammar cannot be read: {error}") from error
-
-
-def _first_line(message: str) -> str:
-    """All of a library's message on one line, its drawings left out."""
-    lines = [line.strip() for line in message.splitlines()]
-    said = "; ".join(line for line in lines if line and not set(line) <= set("^ |~"))
-    return said if len(said) <= 300 else f"{said[:297]}…"

@@ -20,8 +20,9 @@ from tiny_session import EOS, TEMPLATE, VOCAB, ToyTarget, write_text_files
 
 from starsd.edge.api import create_app
 from starsd.edge.api_settings import Settings
-from starsd.edge.runtime import Runtime
+from starsd.edge.runtime import Drafting, Runtime
 from starsd.edge.text import Text
+from starsd.shared.profiles import Profile
 
 TOOL_TEMPLATE = (
     "{% if tools %}<s>tools{% for tool in tools %} {{ tool | tojson }}{% endfor %}</s>{% endif %}"
@@ -79,6 +80,8 @@ def open_runtime(
     template: str = TEMPLATE,
     context: int = 4096,
     conversations: int = 8,
+    drafting: Drafting | None = None,
+    profile: Profile | None = None,
 ) -> Runtime:
     """A runtime whose model is a toy."""
     config = write_text_files(folder) / "tokenizer_config.json"
@@ -86,7 +89,10 @@ def open_runtime(
     text = Text.open(folder)
     ScriptedTarget.text = text
     about = {"name": "toy", "precision": "int8", "fingerprint": "f" * 64}
-    return Runtime.around(target(context), text, **about, conversations=conversations)
+    drafting = drafting or Drafting()
+    return Runtime.around(
+        target(context), text=text, **about, conversations=conversations, drafting=drafting, profile=profile
+    )
 
 
 class Served:
@@ -109,6 +115,13 @@ class Served:
             came = answer.read()
         told = {name.lower(): value for name, value in answer.getheaders()}
         return answer.status, told, json.loads(came) if "json" in told.get("content-type", "") else came
+
+    def counted(self, name: str, **labels: str) -> float:
+        """A figure of /metrics."""
+        said = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        line = f"starsd_edge_{name}" + (f"{{{said}}} " if labels else " ")
+        (found,) = (row for row in self.ask("GET", "/metrics")[2].decode().splitlines() if row.startswith(line))
+        return float(found.removeprefix(line))
 
     def chat(self, **fields: Any) -> Any:
         """The answer to a chat request, which must succeed."""
@@ -145,9 +158,8 @@ def served(runtime: Runtime, settings: Settings | None = None, web: Path | None 
     log: list[str] = []
     app = create_app(runtime, settings or Settings(), log=log.append, web=web or Path("nowhere"))
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        app, lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=2
-    )
+    quiet: dict[str, Any] = {"log_config": None, "access_log": False}
+    config = uvicorn.Config(app, http="h11", lifespan="off", ws="none", timeout_graceful_shutdown=2, **quiet)
     server = uvicorn.Server(config)
     place = Served(runtime, app, listener.getsockname()[1], log)
 

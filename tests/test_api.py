@@ -14,11 +14,16 @@ from api_helpers import ScriptedTarget, Served, open_runtime, served
 from tiny_session import EOS, ToyTarget, outcome_of
 
 from starsd.edge.answer import Outcome
+from starsd.edge.api_grammars import KEPT, WAITING
 from starsd.edge.api_line import Line
 from starsd.edge.api_metrics import Metrics
 from starsd.edge.api_requests import ChatRequest, CompletionRequest
 from starsd.edge.api_settings import Settings
+from starsd.edge.grammar_trial import CPU_SECONDS, MEMORY
+from starsd.edge.regime import CONNECTING, DEVICE_ONLY, IDLE, STREAMING
+from starsd.edge.regime import WAITING as WAITING_DRAFTS
 from starsd.edge.session import Session
+from starsd.edge.status import Status
 from starsd.edge.text import Text
 from starsd.shared.config import Limits, Sampling
 
@@ -65,7 +70,7 @@ def test_a_chat_answer_is_plain_decodings(place: Served, text: Text) -> None:
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (prompt, 30, prompt + 30)
     ours = usage["starsd"]
     names = ["passes", "accepted_remote", "accepted_ngram", "tau", "tokens_per_second", "bytes_up", "bytes_down"]
-    assert list(ours) == names
+    assert list(ours) == [*names, "joules", "tokens_per_joule"]
     assert ours["tau"] == pytest.approx(29 / ours["passes"], abs=1e-3)
     assert ours["passes"] + ours["accepted_ngram"] == 29
 
@@ -82,9 +87,12 @@ def test_every_field_arrives(place: Served, text: Text) -> None:
         assert content(place.chat(**fields, **{"seed": 12, **left})) != outcome.text, name
 
 
-def test_top_p_of_0_takes_the_likeliest(place: Served, text: Text) -> None:
+@pytest.mark.parametrize(
+    "given", [{"top_p": 0, "temperature": 2}, {"top_p": 1e-300, "temperature": 2}, {"temperature": 1e-320}]
+)
+def test_next_to_nothing_takes_the_likeliest(place: Served, text: Text, given: dict[str, Any]) -> None:
     greedy = expected(text, text.encode_chat(ASKED), sampled(temperature=0.0), Limits(max_new_tokens=12))
-    answer = place.chat(messages=ASKED, top_p=0, temperature=2, max_tokens=12, logit_bias=ENDLESS)
+    answer = place.chat(messages=ASKED, max_tokens=12, logit_bias=ENDLESS, **given)
     assert content(answer) == greedy.text
 
 
@@ -304,6 +312,8 @@ def test_state(place: Served) -> None:
     assert status == 200
     assert (said["model"], said["link"], said["running"], said["queue"]) == ("toy", "off", 0, 0)
     assert said["tokens_per_second"] >= 0
+    neutral = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert said["sampling"] == {"temperature": 0.7, "top_k": 20, **neutral}
     place.chat(messages=ASKED, max_tokens=25, logit_bias=ENDLESS)
     metrics = place.ask("GET", "/metrics")[2].decode()
     assert 'starsd_edge_requests_total{path="/v1/chat/completions",status="200"}' in metrics
@@ -323,7 +333,8 @@ def test_prompts_of_earlier_requests_do_not_change_an_answer(place: Served, text
 
 def test_the_document_knows_every_field_path_and_code() -> None:
     document = (ROOT / "docs" / "api.md").read_text()
-    fields = {field.name for kind in (ChatRequest, CompletionRequest) for field in msgspec.structs.fields(kind)}
+    kinds = (ChatRequest, CompletionRequest, Status)
+    fields = {field.name for kind in kinds for field in msgspec.structs.fields(kind)}
     codes = {code for path in (ROOT / "edge").glob("api*.py") for code in re.findall(r'code="(\w+)"', path.read_text())}
     paths = {path for path in re.findall(r'"(/[\w/]+)"', (ROOT / "edge" / "api.py").read_text()) if path != "/web"}
     assert len(codes) > 8
@@ -332,3 +343,8 @@ def test_the_document_knows_every_field_path_and_code() -> None:
     default = Settings()
     assert f"temperature {default.sampling.temperature} and top_p {default.sampling.top_p}" in document
     assert f"`--grace` seconds ({default.grace:g})" in document
+    assert f"{CPU_SECONDS} seconds of CPU\ntime and {MEMORY >> 20} MB" in document
+    assert f"Up to {WAITING} requests" in document
+    assert f"The {KEPT} schemas" in document
+    words = {DEVICE_ONLY, IDLE, WAITING_DRAFTS, STREAMING, CONNECTING, "off", "up", "lost"}
+    assert {word for word in words if f"`{word}`" not in document} == set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,25 @@ def test_only_the_pages_files_are_served(locked: Served, path: str) -> None:
     assert (status, said["error"]["code"]) == (404, "unknown_url")
 
 
+def test_paths_and_methods(place: Served) -> None:
+    error = place.refused("/v1/embeddings", {}, 404)
+    assert error["message"] == (
+        "path is not served here, expected one of /health, /metrics, /v1/chat/completions, /v1/completions, "
+        "/v1/models, /v1/models/{model}, /v1/starsd/status"
+    )
+    assert error["code"] == "unknown_url"
+    error = place.refused("/v1/models", {}, 405)
+    assert (error["message"], error["code"]) == (
+        "method POST is not allowed here, expected GET",
+        "method_not_allowed",
+    )
+    status, headers, said = place.ask("GET", CHAT)
+    assert (status, headers["allow"]) == (405, "POST")
+    assert said["error"]["message"] == "method GET is not allowed here, expected POST"
+    assert place.ask("GET", "/")[0] == 404
+    assert place.ask("GET", "/docs")[0] == 404  # it would load scripts from elsewhere
+
+
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8080", "127.0.0.1", "127.8.9.1:1", "[::1]", "[::1]:8080"])
 def test_names_of_this_machine(place: Served, host: str) -> None:
     assert place.ask("GET", "/v1/models", headers={"Host": host})[0] == 200
@@ -155,6 +176,29 @@ def test_the_log_has_numbers_and_nothing_of_what_users_wrote(place: Served) -> N
     everything = " ".join(place.log)
     assert "otter" not in everything
     assert said["choices"][0]["message"]["content"] not in everything
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 1_000_000,
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /\0 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc" * 9,
+    ],
+    ids=lambda head: repr(head[:12] + head[-12:]),
+)
+def test_what_is_no_http_ends_its_connection_alone(place: Served, head: bytes) -> None:
+    came = b""
+    with socket.create_connection(("127.0.0.1", place.port), timeout=10) as client, contextlib.suppress(OSError):
+        client.sendall(head)
+        while chunk := client.recv(1 << 16):
+            came += chunk
+    assert came.startswith(b"HTTP/1.1 400 ") or (not came and len(head) > 100_000)  # closed while we were sending
+    assert place.ask("GET", "/health")[0] == 200
 
 
 class BrokenTarget(ToyTarget):

@@ -20,7 +20,7 @@ from api_helpers import Served, SlowTarget, open_runtime, served, wait_until
 from starsd.edge.api_answers import Event
 from starsd.edge.api_errors import ApiError
 from starsd.edge.api_line import FIRST_GUESS, MEMORY, Line
-from starsd.edge.api_responses import Answered, Desk
+from starsd.edge.api_responses import AnswerResponse, Desk
 from starsd.edge.api_settings import Settings
 
 HEAVY = "a model by a long name " * 1000  # so that a stream soon fills what sockets hold
@@ -162,6 +162,37 @@ def test_answers_share_an_engine(tmp_path: Path) -> None:
         connection.close()
 
 
+def test_a_crowd_is_answered_or_sent_away(tmp_path: Path) -> None:
+    """Some of them leave, in the line or in the middle of their answer."""
+    with served(open_runtime(tmp_path, SlowTarget), Settings(conversations=2, queue=4)) as place:
+        statuses: list[int] = []
+
+        def ask(number: int) -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", place.port, timeout=60)
+            body = {"messages": ASKED, "max_tokens": 20 if number % 5 else 3000, "stream": number % 2 == 0}
+            with contextlib.closing(connection):
+                connection.request("POST", CHAT, json.dumps(body).encode())
+                if number % 5 == 0:
+                    time.sleep(0.01 * number)
+                    return
+                answer = connection.getresponse()
+                said = answer.read()
+                assert answer.status != 429 or int(answer.headers["retry-after"]) >= 1
+                assert number % 2 or answer.status != 200 or said.endswith(b"data: [DONE]\n\n")
+                statuses.append(answer.status)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(30)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(statuses) == 24
+        assert set(statuses) == {200, 429}
+        wait_until(lambda: (place.app.state.line.running, place.app.state.line.waiting) == (0, 0))
+        wait_until(lambda: place.runtime.status().busy == 0)
+        assert "failed" not in " ".join(place.log)
+
+
 def test_the_end_of_a_server_is_a_streams_last_event(slow: Slow) -> None:
     connection = slow.open({**LONG, "stream": True})
     response = connection.getresponse()
@@ -209,11 +240,11 @@ def test_an_end_is_heard_whenever_it_comes(turns: int) -> None:
             for _ in range(turns if len(sent) == 5 else 1):
                 await asyncio.sleep(0)
 
-        desk = Desk(Line(1, 0), Mock(), closing, stall_seconds=10)
-        answers = Mock(events=events, order=Mock(stream=True, include_usage=False))
+        desk = Desk(Line(1, 0), Mock(), Mock(), closing, stall_seconds=10)
+        answers = Mock(events=events, order=Mock(stream=True, include_usage=False, form=None))
         shape = Mock(chunks=lambda event: [{"text": event.text}])
         forever = asyncio.Event().wait
-        await asyncio.wait_for(Answered(desk, answers, shape)({}, forever, send), 5)  # type: ignore[arg-type]
+        await asyncio.wait_for(AnswerResponse(desk, answers, shape)({}, forever, send), 5)  # type: ignore[arg-type]
         assert b'"code":"server_ending"' in sent[-1]["body"]
         assert sent[-1]["more_body"] is False
         assert len(sent) < 20  # and no more of the answer was made

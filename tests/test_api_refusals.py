@@ -68,11 +68,14 @@ FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     (chat(max_tokens=0), "max_tokens", "max_tokens is 0, expected 1 to 2147483647"),
     (chat(max_completion_tokens=-1), "max_completion_tokens", "max_completion_tokens is -1, expected 1 to 2147483647"),
     (chat(stop=["a", "b", "c", "d", "e"]), "stop", "stop has 5 strings, expected at most 4"),
+    (chat(stop=["x", "y" * 1001]), "stop", "stop has 1001 characters, expected at most 1000"),
     (chat(stop=""), "stop", "stop has an empty string, expected at least one character"),
     (chat(stop=["x", ""]), "stop", "stop has an empty string, expected at least one character"),
     (chat(logit_bias={"x": 1}), "logit_bias", "logit_bias names token 'x', expected an id from 0 to 299"),
     (chat(logit_bias={"300": 1}), "logit_bias", "logit_bias names token '300', expected an id from 0 to 299"),
     (chat(logit_bias={"-1": 1}), "logit_bias", "logit_bias names token '-1', expected an id from 0 to 299"),
+    (chat(logit_bias={"3": "x"}), "logit_bias", "logit_bias: expected `float`, got `str`"),
+    (chat(stop=["x", 1]), "stop[1]", "stop[1]: expected `str`, got `int`"),
     (chat(logit_bias={"3": 101}), "logit_bias", "logit_bias of token 3 is 101.0, expected -100 to 100"),
     (chat(top_logprobs=2), "top_logprobs", "top_logprobs is given without logprobs, expected logprobs to be true"),
     (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs is 21, expected 0 to 20"),
@@ -201,15 +204,6 @@ def test_bodies_that_are_too_large_or_too_slow(place: Served) -> None:
         assert error["message"] == "body is larger than expected, at most 20000 bytes"
     error = place.refused(CHAT, b"{", 408, {"Content-Length": "10"})
     assert (error["message"], error["code"]) == ("body did not arrive within 0.5 seconds", "body_too_slow")
-
-
-def test_paths_and_methods(place: Served) -> None:
-    error = place.refused("/v1/embeddings", {}, 404)
-    assert (error["message"], error["code"]) == ("path is not served here", "unknown_url")
-    error = place.refused("/v1/models", {}, 405)
-    assert error["message"] == "method not allowed"
-    assert place.ask("GET", "/")[0] == 404
-    assert place.ask("GET", "/docs")[0] == 404  # it would load scripts from elsewhere
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from starsd.edge.api_settings import Settings, read_keys, recommended
 from starsd.edge.cli import main
 from starsd.edge.policy import Policy
 from starsd.edge.runtime import Drafting
+from starsd.edge.telemetry import Telemetry
+from starsd.edge.telemetry_process import ProcessTelemetry
 from starsd.shared.config import Engine, Sampling
 from starsd.shared.errors import ModelError, UsageError
 
@@ -264,13 +266,14 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     argv = ["run", "--model", "m", "--precision", "int4", "--host", "::1", "--port", "9", "--server", "ws://x"]
     argv += ["--policy", "stop-and-wait", "--codec", "int4", "--conversations", "3", "--queue", "5", "--grace", "1.5"]
     argv += ["--api-key-file", str(key_file(tmp_path)), "--allow-origin", "https://a.example", "--allow-origin", "*"]
-    assert main([*argv, "--max-context", "99", "--threads", "2", "--json"]) == 0
+    assert main([*argv, "--max-context", "99", "--threads", "2", "--no-telemetry", "--json"]) == 0
     assert main(["run"]) == 0
     settings = Settings(host="::1", port=9, conversations=3, queue=5, grace=1.5, keys=(KEY,))
     settings = msgspec.structs.replace(settings, origins=("https://a.example", "*"))
     drafting = Drafting(policy=Policy.STOP_AND_WAIT, server="ws://x", codec="int4")
     engine = Engine(max_context=99, threads=2)
     (given, named), (defaults, plain) = seen
+    assert (named.pop("telemetry"), plain.pop("telemetry")) == (Telemetry, ProcessTelemetry)
     assert given == ("m", "int4")
     assert named == {"engine": engine, "drafting": drafting, "settings": settings, "as_json": True}
     assert defaults == ("smollm2-135m", None)
