@@ -5,6 +5,7 @@
     tokens         Prefix, Verdict                   at once: a few bytes, on which all drafts wait
     newest         features of the newest rows       while the uplink has room
     backfill       features of older rows            while the uplink has room, after all else
+    figures        Stats                             seldom, while there is a session and nothing else to say
 
 Sessions of the same urgency take turns, so none blocks another. A shell (`link.py`) pumps: it sends `next_frame` until
 there is none, waits until `wake` is called, and hands in what it reads.
@@ -12,6 +13,7 @@ there is none, waits until `wake` is called, and hands in what it reads.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ from starsd.shared.protocol import CLOSED_LATELY, Connection, Role
 MOST_SESSIONS = 65535
 MISBEHAVED_SECONDS = 5.0  # until a session in which the server broke the rules is opened again
 LEAST_MESSAGE = MAX_FEATURE_BYTES + 64  # bytes that a server has to take at once
+STATS_SECONDS = 30.0  # at least, between two of ours
 Projectors = Callable[[HeadInfo], Projector | None]
 
 
@@ -70,7 +73,11 @@ class Channel:
         window: int = 2048,
         wake: Callable[[], None] = lambda: None,
         projectors: Projectors = lambda head: None,
+        figures: Callable[[], dict[str, float]] = dict,
+        idle_seconds: float = math.inf,
     ) -> None:
+        """`figures` of the device are asked for when they may be sent; none are sent where there are none.
+        A session that is idle for `idle_seconds` is closed until it is used again."""
         self.uplink = Uplink()
         self.welcome: Welcome | None = None
         self._heads: dict[str, HeadInfo] = {}  # that the server drafts with, by the target's fingerprint
@@ -79,6 +86,8 @@ class Channel:
         self.bytes_up = self.bytes_down = 0
         self._client, self._clock, self._codec = client, clock, codec(codec_name)
         self._padding, self._window, self._wake, self._projectors = padding, window, wake, projectors
+        self._figures, self._told_at = figures, -math.inf
+        self._idle_seconds = idle_seconds
         self._sessions: list[RemoteSession] = []
         self._numbered: dict[int, RemoteSession] = {}  # those that the server has been told of
         self._number = 0
@@ -98,6 +107,7 @@ class Channel:
             wake=self._wake,
             window=self._window,
             padding=self._padding,
+            idle_seconds=self._idle_seconds,
         )
         with self._lock:
             self._sessions.append(session)
@@ -134,12 +144,12 @@ class Channel:
                 session.number = self._next_number()
                 self._numbered[session.number] = session
             message = session.next_message(min(CHUNK, int(self.uplink.window / 2)))
-            if session.closed:
+            if session.closed or session.unnumbered:
                 self._numbered.pop(session.number, None)
             if message is not None:
                 self._last = session
                 return self._frame(message, session)
-        return None
+        return self._stats()
 
     def received(self, data: bytes) -> bytes | None:
         """Take in a frame; what to answer when it broke the rules. Raises RemoteProtocolError when the connection is
@@ -172,6 +182,15 @@ class Channel:
             case Stats():
                 self.server_stats = message.values
         return None
+
+    def _stats(self) -> bytes | None:
+        """How the device fares, where it is time to say so. Who has no session here tells the server nothing."""
+        now = self._clock.now()
+        if not self._numbered or not self.uplink.room or now - self._told_at < STATS_SECONDS:
+            return None
+        self._told_at = now
+        values = self._figures()
+        return self._frame(Stats(values), None) if values else None
 
     def _in_turn(self) -> list[RemoteSession]:
         """Sessions with something to say that may be said now, the most urgent first, those of an urgency in turn."""

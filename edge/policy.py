@@ -16,6 +16,9 @@ from enum import Enum
 from starsd.edge.estimates import Average, PassCosts
 
 MOST_DRAFTS = 63  # of a pass
+# Of a pass while clocks are held down. What a plain step takes, to read the weights, cannot be saved; rows beyond are
+# arithmetic, so heat, and the likeliest few bring most of the tokens.
+MOST_THROTTLED = 6
 
 
 class Policy(str, Enum):

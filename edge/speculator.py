@@ -7,14 +7,14 @@ With the policy `plain` it proposes the tip alone, which is plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from starsd.edge.drafts import Drafts, Node, Source, layout
 from starsd.edge.estimates import Calibration, PassCosts, ngram_step
 from starsd.edge.ngram import NgramIndex
-from starsd.edge.policy import MOST_DRAFTS, Budget, Patience, Policy, budget
+from starsd.edge.policy import MOST_DRAFTS, MOST_THROTTLED, Budget, Patience, Policy, budget
 from starsd.edge.remote import RemoteSession
 from starsd.edge.verify import Verdict
 from starsd.shared.clock import REAL, Clock
@@ -73,9 +73,10 @@ class Speculator:
         costs: PassCosts | None = None,
         share_noise: bool = True,
         phrases: Phrasebook | None = None,
+        throttled: Callable[[], bool] = lambda: False,
     ) -> None:
         """With `share_noise` the server may know how answers are drawn, and drafts accordingly. `phrases` are the
-        model's; never-wait alone uses them, as it does n-grams."""
+        model's; never-wait alone uses them, as it does n-grams. While the device is `throttled` less is verified."""
         self.policy, self.remote = policy, remote
         self.share_noise = share_noise
         self.costs = costs or PassCosts()
@@ -83,6 +84,7 @@ class Speculator:
         self.patience = Patience()
         self.counts = Counts()
         self.clock = clock
+        self._throttled = throttled
         self._tokens: list[int] = []
         self._drafts = Drafts(self._tokens)
         self._phrases = phrases if policy is Policy.NEVER_WAIT else None
@@ -197,7 +199,8 @@ class Speculator:
         else:
             self._drafts.force(self._forced)
             found = self._drafts.best(most, self._probability, self._allows, self._phrases)
-        chosen = budget([probability for _, probability in found], self.costs)
+        worthwhile = found[:MOST_THROTTLED] if self._throttled() else found
+        chosen = budget([probability for _, probability in worthwhile], self.costs)
         least = sum(node.source is Source.GRAMMAR for node, _ in found)  # these must be computed anyway
         return [node for node, _ in found[: max(chosen.drafts, least)]], chosen
 

@@ -25,6 +25,7 @@ from websockets.http11 import Request, Response
 
 from starsd.server.auth import device_of
 from starsd.server.limits import ServerLimits
+from starsd.server.metrics import fleet
 from starsd.server.peer import SERVER, Peer
 from starsd.server.pool import Pool, Worker
 from starsd.shared.errors import ProtocolError, UsageError
@@ -179,6 +180,7 @@ class Gateway:
             "connections": len(self._lines),
             "sessions": sum(len(line.peer.connection.sessions) for line in self._lines.values()),
             "heads": [head.model for head in self.heads()],
+            "edges": fleet(line.peer.figures for line in self._lines.values()),
             "workers": [{"ready": worker.ready is not None, **worker.figures} for worker in workers],
         }
         status = http.HTTPStatus.OK if ready else http.HTTPStatus.SERVICE_UNAVAILABLE

@@ -1,8 +1,13 @@
-"""What a drafter did lately, as figures for people."""
+"""What a drafter did lately, and how the devices fare that it drafts for, as figures for people."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from starsd.shared.messages import EDGE_FIGURES
+
+HIGHEST = 1e15  # of a figure that is believed
 
 
 class Metrics:
@@ -41,3 +46,21 @@ class Metrics:
     def _begin(self, now: float) -> None:
         self._since, self._busy = now, 0.0
         self._passes = self._rows = self._nodes = 0
+
+
+def edge_figures(values: Mapping[str, float]) -> dict[str, float]:
+    """Those of an edge's Stats that we know, where they can be."""
+    known = {name: values[name] for name in EDGE_FIGURES if name in values}
+    return {name: value for name, value in known.items() if math.isfinite(value) and abs(value) <= HIGHEST}
+
+
+def fleet(edges: Iterable[Mapping[str, float]]) -> dict[str, float | int | None]:
+    """Of all devices together, each with what it last said. None: not known."""
+    told = [edge for edge in edges if edge]
+    watts = [edge["power_w"] for edge in told if "power_w" in edge]
+    return {
+        "reporting": len(told),
+        "power_w": round(sum(watts), 2) if watts else None,
+        "hottest_c": max((edge["temperature_c"] for edge in told if "temperature_c" in edge), default=None),
+        "throttled": sum(edge.get("throttled", 0) > 0 for edge in told),
+    }

@@ -6,9 +6,10 @@ from collections import deque
 from importlib.metadata import version
 
 from starsd.server.limits import ServerLimits
+from starsd.server.metrics import edge_figures
 from starsd.shared import codec
 from starsd.shared.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from starsd.shared.messages import Ack, Close, Error, HeadInfo, Hello, Open, Welcome
+from starsd.shared.messages import Ack, Close, Error, HeadInfo, Hello, Open, Stats, Welcome
 from starsd.shared.protocol import Connection, Role
 
 SERVER = f"starsd {version('starsd')}"
@@ -23,6 +24,7 @@ class Peer:
         self.connection = Connection(Role.SERVER)
         self.waiting: deque[bytes] = deque()
         self.waiting_bytes = 0
+        self.figures: dict[str, float] = {}  # how its device fares, as it last said
         self.unread = 0  # bytes that went to the worker and that it has not taken yet
         self._limits = limits
         self._acked = 0
@@ -56,6 +58,8 @@ class Peer:
                 self._push(self.connection.send(welcome))
             case Error(session=0):
                 self.over = True
+            case Stats(values=values):
+                self.figures = edge_figures(values)
             case Open(session=session) if not room:
                 starting = ProtocolError("the drafter is starting: open the session again", session)
                 self.fail(starting, self._limits.retry_seconds)

@@ -30,6 +30,7 @@ Floats = NDArray[np.float32]
 
 VERSION = 2  # of the protocol; a peer states the lowest and highest that it speaks
 CONNECTION = 0  # the session number of an Error that ends the connection
+EDGE_FIGURES = ("power_w", "temperature_c", "throttled", "memory_used", "memory_total", "gpu_load", "cpu_load")
 
 
 class HeadInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +96,7 @@ class Error(msgspec.Struct, frozen=True, tag="error", forbid_unknown_fields=True
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
-    """Figures for people and dashboards; nothing depends on them."""
+    """Figures for people and dashboards; nothing depends on them. An edge's are among EDGE_FIGURES."""
 
     values: dict[str, float]
 
