@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from starsd.edge import image_cli
 from starsd.edge.api_settings import Settings, read_keys
 from starsd.edge.policy import Policy
 from starsd.shared import console
@@ -29,6 +30,7 @@ from starsd.shared.features import CODECS
 
 if TYPE_CHECKING:
     from starsd.edge.runtime import Drafting, Runtime
+    from starsd.edge.telemetry import Telemetry
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 POLICIES = tuple(policy.value for policy in Policy)
@@ -55,6 +57,7 @@ PolicyName = Annotated[str, typer.Option("--policy", help=f"Where drafts come fr
 Codec = Annotated[str, typer.Option(help=f"Features on the wire: {', '.join(CODECS)}.")]
 ShareNoise = Annotated[bool, typer.Option(help="Tell the server temperature and seed, for better drafts.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with this device's token, for wss://.")]
+ReadSensors = Annotated[bool, typer.Option("--telemetry/--no-telemetry", help="Read this device's sensors.")]
 Trust = Annotated[Path | None, typer.Option(help="Certificates to trust beside the system's, PEM.")]
 ProfileName = Annotated[str, typer.Option("--profile", help="Take a device's time: a profile's name or file.")]
 Overflow = Annotated[str, typer.Option(help=f"When a prompt leaves no room: {' or '.join(OVERFLOWS)}.")]
@@ -93,6 +96,7 @@ def generate(
     overflow: Overflow = LIMITS.overflow,
     max_context: MaxContext = ENGINE.max_context,
     threads: Threads = ENGINE.threads,
+    telemetry: ReadSensors = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object an answer.")] = False,
 ) -> None:
     """Answer prompts, each with the model's chat template and its own default system message."""
@@ -116,7 +120,8 @@ def generate(
         seed=seed,
     )
     limits = Limits(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), overflow=overflow)
-    with _open(model, precision, Engine(threads=threads, max_context=max_context), drafting, profile) as runtime:
+    engine = Engine(threads=threads, max_context=max_context)
+    with _open(model, precision, engine, drafting, telemetry and not profile, profile) as runtime:
         answer_all(runtime.session(), asked, sampling, limits, progress=console.StderrProgress(), as_json=as_json)
         if runtime.link is not None and (notice := runtime.link.channel.notice):
             print(f"starsd-edge: {notice}", file=sys.stderr)
@@ -145,6 +150,7 @@ def chat(
     overflow: Overflow = CHAT_LIMITS.overflow,
     max_context: MaxContext = ENGINE.max_context,
     threads: Threads = ENGINE.threads,
+    telemetry: ReadSensors = True,
 ) -> None:
     """Talk with the model."""
     from starsd.edge.chat_terminal import ChatTerminal
@@ -159,7 +165,8 @@ def chat(
     )
     limits = Limits(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), overflow=overflow)
     drafting = _drafting(policy, server, codec, token_file, trust, share_noise)
-    with _open(model, precision, Engine(threads=threads, max_context=max_context), drafting) as runtime:
+    engine = Engine(threads=threads, max_context=max_context)
+    with _open(model, precision, engine, drafting, telemetry) as runtime:
         ChatTerminal(runtime.session(), sampling, limits, system=system).run()
 
 
@@ -183,6 +190,7 @@ def run(
     grace: Annotated[float, typer.Option(help="Seconds that answers under way get at the end.")] = API.grace,
     max_context: MaxContext = ENGINE.max_context,
     threads: Threads = ENGINE.threads,
+    telemetry: ReadSensors = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, when ready.")] = False,
 ) -> None:
     """Serve OpenAI's API and the chat page on this device, until SIGTERM or Ctrl-C."""
@@ -200,7 +208,8 @@ def run(
     )
     drafting = _drafting(policy, server, codec, token_file, trust, share_noise)
     engine = Engine(threads=threads, max_context=max_context)
-    serve(model, precision, engine=engine, drafting=drafting, settings=settings, as_json=as_json)
+    sensors = _sensors(telemetry)
+    serve(model, precision, engine=engine, drafting=drafting, settings=settings, telemetry=sensors, as_json=as_json)
 
 
 def _drafting(
@@ -219,12 +228,22 @@ def _drafting(
     )
 
 
-def _open(model: str, precision: str | None, engine: Engine, drafting: Drafting, profile: str = "") -> Runtime:
+def _open(
+    model: str, precision: str | None, engine: Engine, drafting: Drafting, telemetry: bool, profile: str = ""
+) -> Runtime:
     from starsd.edge.runtime import Runtime
     from starsd.shared.profiles import read_profile
 
     paced = read_profile(profile) if profile else None
-    return Runtime(model, precision, engine=engine, drafting=drafting, profile=paced)
+    sensors = _sensors(telemetry)
+    return Runtime.open(model, precision=precision, engine=engine, drafting=drafting, profile=paced, telemetry=sensors)
+
+
+def _sensors(read: bool) -> Callable[[], Telemetry]:
+    from starsd.edge.telemetry import Telemetry
+    from starsd.edge.telemetry_process import ProcessTelemetry
+
+    return ProcessTelemetry if read else Telemetry
 
 
 def _logit_bias(text: str) -> dict[int, float]:
@@ -232,6 +251,9 @@ def _logit_bias(text: str) -> dict[int, float]:
         return msgspec.json.decode(text, type=dict[int, float])
     except msgspec.DecodeError as error:
         raise UsageError(f'logit bias {text!r} cannot be read, expected JSON such as {{"42": -5}}: {error}') from error
+
+
+image_cli.register(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

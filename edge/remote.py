@@ -5,7 +5,8 @@ what arrives. Nothing waits in a queue of messages: what is still to be said is 
 there is room for it. So a slow link makes verdicts longer and features late, and memory stays what it was.
 
 After a reconnect the server knows nothing. The session opens again and says the last `window` tokens with their
-features, the newest first.
+features, the newest first. So it does when it is used again after it was idle for long: then it had been closed, to
+leave its place at the server to others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from starsd.edge.estimates import Response
+from starsd.edge.feature_rows import FeatureRows
 from starsd.edge.projector import Projector
 from starsd.shared.clock import Clock, Mailbox
 from starsd.shared.features import Codec, Floats, holdable
@@ -50,7 +52,8 @@ class Due(NamedTuple):
 
 
 class RemoteSession:
-    """Made by a channel. `padding` bytes go behind every row of features: benches stand in for wider models."""
+    """Made by a channel. `padding` bytes go behind every row of features: benches stand in for wider models. After
+    `idle_seconds` in which the conversation did nothing the server may forget it."""
 
     # what the server knows of us; `_start_over` says that it knows nothing
     _asked: bool
@@ -75,6 +78,7 @@ class RemoteSession:
         wake: Callable[[], None],
         window: int = 2048,
         padding: int = 0,
+        idle_seconds: float = math.inf,
     ) -> None:
         self.number = 0  # what the server knows it by
         self.response = Response()
@@ -89,9 +93,8 @@ class RemoteSession:
         self._inbox: Mailbox[Any] = clock.mailbox()
         self._waiting = 0  # nodes and messages in it, about
         self._window = window
-        self._rows = np.empty((0, width), np.float16)  # a ring, place row % window; made when the first row comes
-        self._held = np.full(window, -1)
-        self._unsent = np.zeros(window, np.bool_)
+        self.rows = FeatureRows(window, width)
+        self._idle_seconds, self._used_at = idle_seconds, clock.now()
         self._race: Race | None = None
         self._epoch = 0  # lives of the text so far; 0: there is none yet
         self._closing = self.closed = False
@@ -104,36 +107,29 @@ class RemoteSession:
         `race`, by which what follows is drawn, so that its drafts are."""
         with self._lock:
             self._epoch += 1
+            self._used_at = self._clock.now()
             self._race = race
             self._tokens = list(tokens)
             self._said = min(self._said, kept)
-            gone = self._held >= kept
-            self._held[gone] = -1
-            self._unsent[gone] = False
+            self.rows.forget(kept)
         self._wake()
 
     def held(self, start: int, stop: int) -> tuple[int, Floats]:
         """Of the features of rows `start` to `stop` the last that are here without a gap, and the first one's row."""
         with self._lock:
-            rows = np.arange(start, stop)[-self._window :]
-            missing = np.flatnonzero(self._held[rows % self._window] != rows)
-            rows = rows[missing[-1] + 1 :] if len(missing) else rows
-            return stop - len(rows), self._rows[rows % self._window].astype(np.float32)
+            return self.rows.last(start, stop)
 
     def features(self, start: int, rows: Floats) -> None:
         """What the target computed for the tokens from position `start` on, float32 (n, width)."""
         with self._lock:
-            if not len(self._rows):
-                self._rows = np.empty((self._window, self._width), np.float16)
-            numbers = np.arange(start, start + len(rows))[-self._window :]
-            places = numbers % self._window
-            self._rows[places] = holdable(rows[-self._window :])
-            self._held[places], self._unsent[places] = numbers, True
+            self._used_at = self._clock.now()
+            self.rows.put(start, rows)
         self._wake()
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The conversation goes on with these."""
         with self._lock:
+            self._used_at = self._clock.now()
             self._tokens += tokens
         self._wake()
 
@@ -260,32 +256,36 @@ class RemoteSession:
         self._opened, self._begun, self._origin = None, -1, sys.maxsize
         self._said = self._seq = self._received = self._lag = 0
         self._sent_at = {}
-        self._unsent = self._held >= 0
+        self.rows.resend(0)
         self.resting = False
 
     def _urgency(self) -> Urgency:
         if self.closed or not (self._closing or self._asked or self._may_open):
             return Urgency.NOTHING
-        if self._closing or self._reopening or not self._asked:
+        if self._closing or self._reopening or not self._asked or self._idle:
             return Urgency.CONTROL
         if self._opened is None or not self._epoch:
             return Urgency.NOTHING
         if self._begun != self._epoch or self._said < len(self._tokens):
             return Urgency.TOKENS
-        newest = self._newest_unsent()
+        newest = self._newest_unsent
         if newest < 0:
             return Urgency.NOTHING
         return Urgency.NEWEST if newest >= self._said - 2 else Urgency.BACKFILL
 
     @property
     def _may_open(self) -> bool:
-        return self._offered and self._clock.now() >= self._reopen_at
+        return self._offered and self._clock.now() >= self._reopen_at and not self._idle
+
+    @property
+    def _idle(self) -> bool:
+        return self._clock.now() - self._used_at > self._idle_seconds
 
     def _control(self) -> Message | None:
         if self._closing:
             self.closed = True
             return Close(self.number) if self._asked else None
-        if self._reopening:
+        if self._asked and (self._reopening or self._idle):
             self._start_over()
             return Close(self.number)
         self._asked = True
@@ -297,12 +297,11 @@ class RemoteSession:
         assert self._opened is not None
         self.resting = False
         if self._begun != self._epoch:
-            fresh = max(0, len(self._tokens) - min(self._opened.window, self._window))
-            start = self._said if self._begun >= 0 else fresh
+            start = self._said if self._begun >= 0 else max(0, len(self._tokens) - self._looks_back)
             self._begun, self._seq, self._received = self._epoch, 0, 0
             self._said = min(len(self._tokens), start + MAX_PREFIX)
             self._origin = min(self._origin, start)
-            self._unsent |= self._held >= max(start - 1, 0)  # row i is made of token i + 1, too
+            self.rows.resend(max(start - 1, 0))  # row i is made of token i + 1, too
             self._sent_at.clear()
             tokens = np.array(self._tokens[start : self._said], np.int64)
             return Prefix(self.number, self._epoch, start, tokens, self._race)
@@ -313,18 +312,8 @@ class RemoteSession:
 
     def _show(self, chunk: int) -> Message:
         """The newest rows that were not sent, as many as a chunk holds."""
-        newest = self._newest_unsent()
         size = self._codec.row_bytes(self.sent_width) + len(self._padding)
-        first = newest
-        while (
-            newest - first + 1 < max(1, chunk // size)
-            and first > max(self._origin - 1, 0)
-            and self._is_unsent(first - 1)
-        ):
-            first -= 1
-        places = np.arange(first, newest + 1) % self._window
-        self._unsent[places] = False
-        rows = self._rows[places].astype(np.float32)
+        first, rows = self.rows.take(self._newest_unsent, max(self._oldest_wanted, 0), max(1, chunk // size))
         encoded = self._codec.encode(holdable(rows if self._projector is None else self._projector(rows)))
         if self._padding:
             step = len(encoded) // len(rows)
@@ -335,11 +324,17 @@ class RemoteSession:
     def sent_width(self) -> int:
         return self._width if self._projector is None else self._projector.hidden
 
+    @property
+    def _looks_back(self) -> int:
+        """Rows that the drafter sees, or that are held here where those are fewer."""
+        return min(self._opened.window, self._window) if self._opened is not None else self._window
+
+    @property
+    def _oldest_wanted(self) -> int:
+        """No row before this one is of use: the server does not know its token, or the drafter looks back less far."""
+        return max(self._origin, len(self._tokens) - self._looks_back) - 1
+
+    @property
     def _newest_unsent(self) -> int:
         """The newest row that waits and whose following token the server knows, -1 when none does."""
-        ready = self._unsent & (self._held < self._said - 1) & (self._held >= self._origin - 1)
-        return int(self._held[ready].max(initial=-1))
-
-    def _is_unsent(self, row: int) -> bool:
-        place = row % self._window
-        return bool(self._unsent[place]) and int(self._held[place]) == row
+        return self.rows.newest_unsent(self._oldest_wanted, self._said - 1)

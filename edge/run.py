@@ -19,13 +19,16 @@ from starsd.edge.api import create_app
 from starsd.edge.api_guard import is_loopback
 from starsd.edge.api_settings import KEY_VARIABLE, Settings, recommended
 from starsd.edge.bundle import ensure_bundle
+from starsd.edge.link_news import LinkNews
 from starsd.edge.runtime import Drafting, Runtime
+from starsd.edge.telemetry import Telemetry
 from starsd.shared import console, manifest
 from starsd.shared.config import Engine
 from starsd.shared.errors import UsageError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CONNECTIONS = 512  # more at a time are turned away
+LOOK = 0.5  # seconds between looks at the link
 LAST_WORDS = 5.0  # seconds for what is still to be said when the time of grace is over
 
 
@@ -71,6 +74,7 @@ def run(
     engine: Engine,
     drafting: Drafting,
     settings: Settings,
+    telemetry: Callable[[], Telemetry] = Telemetry,
     as_json: bool = False,
 ) -> None:
     """Serve a model, which is pulled and exported first where it is missing. Raises UsageError before that for options
@@ -81,7 +85,11 @@ def run(
         name, sampling = manifest.read(bundle).name, recommended(bundle, settings.sampling)
         settings = msgspec.structs.replace(settings, name=name, sampling=sampling)
         with Runtime.open(
-            str(bundle), engine=engine, drafting=drafting, conversations=settings.conversations
+            str(bundle),
+            engine=engine,
+            drafting=drafting,
+            conversations=settings.conversations,
+            telemetry=telemetry,
         ) as runtime:
             serve(runtime, settings, listener, as_json=as_json)
 
@@ -100,12 +108,13 @@ async def _serve(runtime: Runtime, settings: Settings, listener: socket.socket, 
         url = f"http://{host}:{port}"
         if as_json:
             console.emit({"event": "ready", "host": settings.host, "port": port, "url": url, "model": settings.name})
-        print(f"starsd-edge: ready at {url}", file=sys.stderr, flush=True)
+        _say(f"ready at {url}")
 
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         app,
         lifespan="off",
+        http="h11",  # which bounds the head of a request, as others do not
         ws="none",
         log_config=None,
         access_log=False,
@@ -114,7 +123,24 @@ async def _serve(runtime: Runtime, settings: Settings, listener: socket.socket, 
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=math.ceil(settings.grace + LAST_WORDS),
     )
-    await _Server(config, settings.grace, app.state.ending, ready).serve(sockets=[listener])
+    watching = asyncio.create_task(_watch(runtime))
+    try:
+        await _Server(config, settings.grace, app.state.ending, ready).serve(sockets=[listener])
+    finally:
+        watching.cancel()
+
+
+async def _watch(runtime: Runtime) -> None:
+    """Tell what becomes of the link."""
+    if runtime.link is not None:
+        news = LinkNews(runtime.link, _say)
+        while True:
+            news.look()
+            await asyncio.sleep(LOOK)
+
+
+def _say(line: str) -> None:
+    print(f"starsd-edge: {line}", file=sys.stderr, flush=True)
 
 
 class _Server(uvicorn.Server):

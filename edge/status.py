@@ -9,6 +9,7 @@ import msgspec
 
 from starsd.edge.policy import Policy
 from starsd.edge.regime import DEVICE_ONLY, IDLE, Lately, Watch, regime
+from starsd.edge.telemetry_reading import NOTHING, Reading
 
 if TYPE_CHECKING:
     from starsd.edge.link import Link
@@ -27,6 +28,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     rtt_ms: float | None  # the shortest round trip lately, None before any
     regime: str  # connecting, streams, waits, idle, or device only: the cloud is away, or does not help
     notice: str  # why the server does not help, for people
+    device: Reading = NOTHING  # what its sensors say
+    tokens_per_joule: float | None = None  # of all answers while the device's power was known
 
 
 def of_link(link: Link | None, policy: Policy, watch: Watch) -> dict[str, Any]:

@@ -181,7 +181,13 @@ class Pool:
             return await asyncio.to_thread(_serve_here, config, zmq.Context(self._context))
         environment = os.environ | dict.fromkeys(_THREADS, str(config.threads))
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "starsd.server.worker", stdin=asyncio.subprocess.PIPE, stdout=2, env=environment
+            sys.executable,
+            "-m",
+            "starsd.server.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=2,
+            env=environment,
+            start_new_session=True,  # a terminal's signals are for us; it ends with its standard input
         )
         try:
             assert child.stdin is not None

@@ -15,6 +15,7 @@ from starsd.server.gateway import Gateway
 from starsd.server.link import RELOAD, ROLLBACK, ModelHead, WorkerConfig
 from starsd.server.pool import Pool
 from starsd.shared import console
+from starsd.shared.entry import heard
 from starsd.shared.errors import UsageError
 
 
@@ -82,6 +83,7 @@ async def run(config: ServerConfig, *, as_json: bool = False) -> None:
     pool = Pool(_worker_config(config), config.workers, gateway)
     loop.add_signal_handler(signal.SIGHUP, _reload, config, gateway, pool)
     loop.add_signal_handler(signal.SIGUSR1, pool.order, ROLLBACK)
+    heard((signal.SIGHUP, signal.SIGUSR1))
     try:
         await _unless(ending, pool.start())
         if not ending.is_set():

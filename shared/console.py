@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ import msgspec
 from starsd.shared.errors import MissingExtraError, StarsdError
 
 REDRAW_SECONDS = 0.1
+CLOSED_PIPE = 141  # the exit status of a command whose reader has gone, as shells tell it of other tools
 _STORAGE = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -59,25 +62,43 @@ def run(app: Callable[..., Any], argv: Sequence[str] | None, prog: str, extra: s
     """Run a typer app as a command: our own errors become one line on stderr and exit status 1.
 
     So does a library that is not installed; `extra` is what brings this command's. `--version` alone says the version.
+    A reader that has gone ends the command quietly.
     """
-    if (sys.argv[1:] if argv is None else list(argv)) == ["--version"]:
-        print(f"{prog} {version('starsd')}")
-        return 0
+    asked = sys.argv[1:] if argv is None else list(argv)
+    status: Any = 0
     try:
-        app(args=None if argv is None else list(argv), prog_name=prog)
-        status: Any = 0
+        if asked == ["--version"]:
+            print(f"{prog} {version('starsd')}")
+        else:
+            app(args=asked, prog_name=prog)
     except SystemExit as stop:
-        status = stop.code
+        status = CLOSED_PIPE if _reader_gone(stop.__context__) else stop.code
     except BrokenPipeError:
-        sys.stderr.close()
-        status = 0
+        status = CLOSED_PIPE
     except KeyboardInterrupt:
         print(f"\n{prog}: interrupted", file=sys.stderr)
         status = 130
     except (StarsdError, ModuleNotFoundError, OSError) as error:
         print(f"{prog}: {_one_line(error, extra)}", file=sys.stderr)
         status = 1
-    return status if isinstance(status, int) else int(status is not None)
+    status = status if isinstance(status, int) else int(status is not None)
+    return status if _flushed() else CLOSED_PIPE
+
+
+def _reader_gone(error: BaseException | None) -> bool:
+    """Whether an exit follows from writing to a closed pipe."""
+    return isinstance(error, OSError) and error.errno == errno.EPIPE
+
+
+def _flushed() -> bool:
+    """Write what is left to be written; False where nobody reads it any more. Then nothing is left, either."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):  # the interpreter flushes once more, and would complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _one_line(error: Exception, extra: str) -> str:

@@ -13,6 +13,7 @@
     │   └── HashMismatchError      it arrived, but is not the pinned file
     ├── StorageError               disk full, quota reached, folder not writable
     ├── EngineError                a target engine was driven out of order (our caller's mistake)
+    ├── DeviceError                a GPU, or what drives it, is missing or has failed
     └── ProtocolError              a message that the protocol does not allow; `session` says whose, 0: the connection's
         ├── LocalProtocolError     our caller wanted to send it; nothing was sent
         └── RemoteProtocolError    the peer sent it
@@ -79,6 +80,10 @@ class StorageError(StarsdError):
 
 class EngineError(StarsdError):
     """A target engine was driven out of order."""
+
+
+class DeviceError(StarsdError):
+    """A GPU, or what drives it, is missing or has failed."""
 
 
 class ProtocolError(StarsdError):

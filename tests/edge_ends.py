@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,7 +66,7 @@ def draft(
 class OneSession:
     """A session that a test pumps; what it says has to be allowed, or `send` raises."""
 
-    def __init__(self, *, window: int = WINDOW, padding: int = 0) -> None:
+    def __init__(self, *, window: int = WINDOW, padding: int = 0, idle_seconds: float = math.inf) -> None:
         self.clock = Hands()
         self.woken = 0
         self.session = RemoteSession(
@@ -77,6 +78,7 @@ class OneSession:
             wake=self._wake,
             window=window,
             padding=padding,
+            idle_seconds=idle_seconds,
         )
         self.connect()
 

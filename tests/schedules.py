@@ -228,8 +228,8 @@ class Schedule:
         assert remote.bytes_down > before, "no draft came in peace"
         (served,) = [s for s in self.star.server.sessions if (s.peer, s.number) == (line._peer, remote.number)]
         assert served.live.base == len(remote._tokens)
-        held = remote._held[(remote._held >= served.live.rows._known) & (remote._held < len(remote._tokens) - 1)]
-        rows = served.live.rows
+        held, rows = remote.rows.held, served.live.rows
+        held = held[(held >= rows._known) & (held < len(remote._tokens) - 1)]
         waiting = {row for queued, _ in served.live._queue for row in queued.tolist()}  # for credit, with fifo
         known = waiting | set(rows._held[rows._true].tolist())
         missing = sorted(row for row in held.tolist() if row not in known and row > rows.count - WINDOW)

@@ -21,7 +21,7 @@ APP = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)[0]
 def test_the_app_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def open_toy(model: str, **options: Any) -> Runtime:
         assert model == "smollm2-135m"
-        return Runtime.around(ToyTarget(), Text.open(write_text_files(tmp_path)), **options)
+        return Runtime.around(ToyTarget(), text=Text.open(write_text_files(tmp_path)), **options)
 
     monkeypatch.setattr(Runtime, "open", open_toy)
     exec(compile(APP, "docs/python.md", "exec"), {"__name__": "app"})

@@ -204,7 +204,8 @@ def test_noise_is_shared_unless_it_is_said_otherwise(options: dict[str, bool]) -
     remote = SimpleNamespace(begin=lambda prompt, kept, race: told.append(race), bytes_up=0, bytes_down=0)
     link = SimpleNamespace(channel=SimpleNamespace(session=lambda model: remote))
     runtime = SimpleNamespace(link=link, drafting=Drafting(**options), model=None, _phrases=None)
-    Runtime._speculator(runtime, told=True).begin(PROMPT, 0, None, RACE)  # type: ignore[arg-type]
+    runtime.telemetry = SimpleNamespace(throttled=lambda: False)
+    Runtime._speculator(runtime, public=True).begin(PROMPT, 0, None, RACE)  # type: ignore[arg-type]
     assert told == [None if options else RACE]
 
 

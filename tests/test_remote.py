@@ -158,6 +158,20 @@ def test_a_server_with_a_smaller_window_is_told_less() -> None:
     assert (said[0].start, shown(said)) == (45, [[44, 45, 46, 47, 48]])
 
 
+def test_of_a_long_next_turn_only_rows_that_the_drafter_sees_are_sent() -> None:
+    one = OneSession()
+    one.session.begin([1, 2, 3], 0)
+    one.session.features(0, rows(0, 2))
+    one.open(window=5)
+    one.say()
+    one.session.begin(list(range(50)), 0)
+    one.session.features(0, rows(0, 40))
+    said = one.say()
+    assert (said[0].start, len(said[0].tokens), shown(said)) == (0, 50, [])
+    one.session.features(40, rows(40, 9))
+    assert shown(one.say()) == [[44, 45, 46, 47, 48]]
+
+
 def test_the_next_turn_says_what_is_new() -> None:
     one = told()
     one.session.commit([1])

@@ -43,7 +43,7 @@ def bundle(smollm2_bundle: Callable[[str], Path]) -> str:
 
 @pytest.fixture(scope="module")
 def plain(bundle: str) -> Answers:
-    with Runtime(bundle, engine=ENGINE, drafting=Drafting(policy=Policy.PLAIN)) as runtime:
+    with Runtime.open(bundle, engine=ENGINE, drafting=Drafting(policy=Policy.PLAIN)) as runtime:
         session = runtime.session()
         return {(q, s.temperature): ask(session, q, s).token_ids for q in QUESTIONS for s in (GREEDY, WARM)}
 
@@ -63,7 +63,7 @@ def test_distance_changes_no_token(
 ) -> None:
     with EmulatorThread("127.0.0.1", port, LinkSettings(rtt_ms=rtt)) as link:
         drafting = Drafting(policy=policy, server=f"ws://127.0.0.1:{link.port}")
-        with Runtime(bundle, engine=ENGINE, drafting=drafting) as runtime:
+        with Runtime.open(bundle, engine=ENGINE, drafting=drafting) as runtime:
             session = runtime.session()
             outcomes = [ask(session, question, sampling) for question in QUESTIONS]
     assert [outcome.token_ids for outcome in outcomes] == [plain[q, sampling.temperature] for q in QUESTIONS]
@@ -75,7 +75,7 @@ def test_distance_changes_no_token(
 def test_faults_change_no_token(bundle: str, plain: Answers, port: int, fault: str) -> None:
     with EmulatorThread("127.0.0.1", port, LinkSettings(rtt_ms=20)) as link:
         drafting = Drafting(server=f"ws://127.0.0.1:{link.port}")
-        with Runtime(bundle, engine=ENGINE, drafting=drafting) as runtime:
+        with Runtime.open(bundle, engine=ENGINE, drafting=drafting) as runtime:
             session = runtime.session()
             timers = [threading.Timer(at, link.cut, [fault]) for at in (0.3, 0.6, 0.9)]
             for timer in timers:
@@ -88,7 +88,7 @@ def test_faults_change_no_token(bundle: str, plain: Answers, port: int, fault: s
 
 def test_conversations_share_an_engine(bundle: str, plain: Answers, port: int) -> None:
     found: dict[str, list[int]] = {}
-    with Runtime(bundle, engine=ENGINE, drafting=Drafting(server=f"ws://127.0.0.1:{port}")) as runtime:
+    with Runtime.open(bundle, engine=ENGINE, drafting=Drafting(server=f"ws://127.0.0.1:{port}")) as runtime:
         sessions = [runtime.session() for _ in QUESTIONS]
 
         def talk(session: Session, question: str) -> None:

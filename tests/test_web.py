@@ -101,7 +101,7 @@ def test_keep_on_this_device(chat: Chat) -> None:
     switch = chat.page.get_by_role("switch", name="Keep on this device")
     switch.click()
     assert switch.get_attribute("aria-checked") == "true"
-    assert chat.page.inner_text("#link") == "device only · kept here"
+    assert chat.page.inner_text("#link") == "kept on this device"
     chat.ask("A secret")
     assert chat.fake.asked[0]["starsd"]["private"] is True
     switch.click()  # would tell the server of what was kept
@@ -132,12 +132,33 @@ def test_settings_reach_the_device(chat: Chat) -> None:
     sampling = {name: asked.get(name) for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")}
     assert sampling == {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "max_tokens": 64, "seed": 7}
     chat.button("Settings").click()
-    chat.button("As the device does").click()
+    chat.button("Use the defaults").click()
     chat.page.fill("#settings [name=system]", "")
     chat.button("Save").click()
     chat.ask("Hello again")
     assert chat.fake.asked[1]["messages"][0]["role"] == "user"
     assert not {"temperature", "top_p", "top_k", "max_tokens", "seed"} & chat.fake.asked[1].keys()
+
+
+def test_what_is_left_empty_shows_what_holds_then(chat: Chat) -> None:
+    def shown() -> dict[str, str | None]:
+        chat.button("Settings").click()
+        names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+        found = {name: chat.page.get_attribute(f"#settings [name={name}]", "placeholder") for name in names}
+        chat.button("Cancel").locator("visible=true").click()
+        return found
+
+    assert shown() == {
+        "temperature": "0.8",
+        "top_p": "0.95",
+        "top_k": "all",
+        "max_tokens": "up to 2048",
+        "seed": "random",
+    }
+    chat.fake.status.update(sampling={"temperature": 0.6, "top_p": 1, "top_k": 20}, context=512)
+    asked = chat.fake.paths.count("/v1/starsd/status")
+    chat.until(lambda: chat.fake.paths.count("/v1/starsd/status") > asked + 1)
+    assert shown() == {"temperature": "0.6", "top_p": "1", "top_k": "20", "max_tokens": "up to 512", "seed": "random"}
 
 
 def test_settings_out_of_range_are_not_saved(chat: Chat) -> None:

@@ -72,8 +72,14 @@ def test_link_states(chat: Chat) -> None:
     ]:
         chat.fake.status.update(changes)
         chat.until(lambda words=words: chat.page.inner_text("#link") == words)  # type: ignore[misc]
-    switch = chat.page.get_by_role("switch", name="Stays on this device")
-    assert switch.is_disabled()
+
+
+def test_nothing_is_kept_from_a_server_that_is_not_there(chat: Chat) -> None:
+    switch = chat.page.locator("#private")
+    assert switch.is_visible()
+    for link, shown in (("off", False), ("lost", True)):
+        chat.fake.status["link"] = link
+        chat.until(lambda shown=shown: switch.is_visible() == shown)  # type: ignore[misc]
 
 
 def test_a_key_is_asked_for(opened: Opened, fake: Fake) -> None:

@@ -187,6 +187,37 @@ def test_every_control_has_a_name(chat: Chat) -> None:
     assert len(ids) == len(set(ids))
 
 
+def test_what_shows_a_picture_alone_says_what_it_is(opened: Opened, fake: Fake) -> None:
+    """To whoever points at it, and to screen readers."""
+    alone = """() => [...document.querySelectorAll("button, [role=img]")].filter((node) => !node.textContent.trim())
+        .map((node) => [node.getAttribute("aria-label"), node.title])"""
+    for options in ({}, PHONE):
+        with opened(fake, **options) as chat:
+            chat.page.evaluate("() => document.getElementById('private').click()")
+            chat.page.fill("#prompt", "Hello")
+            chat.page.click("#send")
+            chat.ended()
+            found = chat.page.evaluate(alone)
+            names = {name for name, _ in found}
+            assert {"Kept on this device", "Send", "Stop", "Show drafts", "Settings", "Copy", "Answer again"} <= names
+            assert [name for name, title in found if not name or not title.startswith(name[:4])] == []
+
+
+def test_the_bottom_line_is_in_the_middle(chat: Chat) -> None:
+    """With figures and without."""
+    off = """() => {
+        const parts = [...document.querySelectorAll("#strip span")].map((part) => part.getBoundingClientRect());
+        const shown = parts.filter((part) => part.width);
+        const strip = document.getElementById("strip").getBoundingClientRect();
+        return [shown.length, shown[0].left - strip.left - (strip.right - shown[shown.length - 1].right)];
+    }"""
+    count, distance = chat.page.evaluate(off)
+    assert (count, abs(distance) < 2) == (1, True)
+    chat.ask("Hello")
+    count, distance = chat.page.evaluate(off)
+    assert (count, abs(distance) < 2) == (3, True)
+
+
 def test_screen_readers_hear_whole_blocks_once(chat: Chat) -> None:
     pieces = ["The first ", "paragraph.\n", "\nThe second", " one.\n\n- a\n- ", "b\n"]
     chat.ask("Hello", Reply(pieces, pause=0.1))

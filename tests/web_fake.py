@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mimetypes
 import socket
@@ -42,6 +43,7 @@ STATUS = {
     "rtt_ms": 82.4,
     "regime": "streams",
     "notice": "",
+    "sampling": {"temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
 }
 
 
@@ -91,6 +93,8 @@ class Fake:
         self.server.server_close()
         for connection in list(self.connections):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)  # else one that waits for its next request would get an answer
             connection.close()
 
 

@@ -96,10 +96,8 @@ function show() {
   at("stop").hidden = !running;
   at("send").hidden = running;
   at("send").disabled = !prompt.value.trim();
-  const alone = strip.status?.link === "off";
-  at("private").setAttribute("aria-checked", alone || current.private);
-  at("private").disabled = alone;
-  at("private").querySelector("span").textContent = alone ? "Stays on this device" : "Keep on this device";
+  at("private").setAttribute("aria-checked", current.private);
+  at("private").hidden = (strip.status?.link ?? "off") === "off"; // there is nobody to keep it from
   document.querySelector("[data-do=tint]").setAttribute("aria-pressed", settings.now.tinted);
   at("legend").hidden = !settings.now.tinted;
   const usage = messages.findLast((message) => message.usage)?.usage;
@@ -171,9 +169,9 @@ function startNew() {
 
 async function switchPrivate() {
   const question = {
-    title: "Let the drafting server help?",
-    text: "With your next message it is told this whole conversation, also what was kept on this device so far.",
-    yes: "Let it help",
+    title: "Keep it on this device no longer?",
+    text: "With your next message the cloud is told this whole conversation, also what was kept on this device so far.",
+    yes: "Tell the cloud",
   };
   if (current.private && current.messages.length && !(await ask(question))) return;
   current.private = !current.private;
@@ -288,6 +286,7 @@ at("scroll").addEventListener("scroll", ({ target }) => {
 at("file").addEventListener("change", ({ target }) => takeFile(target.files[0]).then(() => (target.value = "")));
 settings.bind(at("settings"), {
   conversation: () => current,
+  status: () => strip.status,
   onsystem: (system) => {
     current.system = system;
     if (current.messages.length) keep(current);

@@ -34,12 +34,19 @@ export class Settings {
     document.documentElement.dataset.theme = this.now.theme;
   }
 
-  /** Connect the dialog's fields; `conversation()` is on the screen, and its instructions are edited with them. */
-  bind(dialog, { conversation, onsystem }) {
+  /**
+   * Connect the dialog's fields; `conversation()` is on the screen, and its instructions are edited with them. What is
+   * left empty shows what holds then, by the device's `status()`.
+   */
+  bind(dialog, { conversation, status, onsystem }) {
     const form = dialog.querySelector("form");
     const field = (name) => form.elements.namedItem(name);
     dialog.addEventListener("open-settings", () => {
-      for (const name of NUMBERS) field(name).value = this.now[name] ?? "";
+      const defaults = inForce(status());
+      for (const name of NUMBERS) {
+        field(name).value = this.now[name] ?? "";
+        field(name).placeholder = defaults[name];
+      }
       field("theme").value = this.now.theme;
       field("system").value = conversation().system;
       dialog.showModal();
@@ -60,6 +67,13 @@ export class Settings {
       for (const name of NUMBERS) field(name).value = "";
     });
   }
+}
+
+/** What holds where nothing is set, in words. */
+function inForce(told) {
+  const { temperature = "", top_p = "", top_k } = told?.sampling ?? {};
+  const most = told?.context ? `up to ${told.context}` : "";
+  return { temperature, top_p, top_k: top_k === 0 ? "all" : (top_k ?? ""), max_tokens: most, seed: "random" };
 }
 
 function read() {

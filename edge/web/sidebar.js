@@ -2,6 +2,8 @@
 
 import { element, icon, iconButton } from "./dom.js";
 
+const KEPT = "Kept on this device";
+
 export class Sidebar {
   /** `actions`: open(id), remove(conversation). */
   constructor(place, actions) {
@@ -34,8 +36,10 @@ export class Sidebar {
       },
       element("span", {}, title),
     );
-    if (conversation.private) open.append(icon("lock"), element("span", { class: "unseen" }, "kept on this device"));
-    if (running.has(id)) open.append(element("span", { class: "running", title: "Answering" }));
+    if (conversation.private)
+      open.append(element("span", { role: "img", "aria-label": KEPT, title: KEPT }, icon("lock")));
+    if (running.has(id))
+      open.append(element("span", { class: "running", role: "img", "aria-label": "Answering", title: "Answering" }));
     const remove = iconButton("delete", `Delete “${title}”`, () => this.actions.remove(conversation));
     return element("li", { "data-id": id }, open, remove);
   }

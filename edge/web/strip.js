@@ -11,7 +11,7 @@ export class Strip {
     this.onstatus = onstatus;
     this.status = null;
     this.problem = null;
-    this.parts = Object.fromEntries(["link", "speed", "tau"].map((id) => [id, document.getElementById(id)]));
+    this.parts = Object.fromEntries(["link", "speed", "tau", "device"].map((id) => [id, document.getElementById(id)]));
     document.addEventListener("visibilitychange", () => !document.hidden && this.wake());
     this.wake = () => {};
   }
@@ -38,21 +38,22 @@ export class Strip {
     const { link: place } = this.parts;
     place.dataset.state = state;
     place.title = why;
-    write(place.querySelector("b"), words);
+    write(place, words);
     const shown = speed ?? usage?.speed ?? null;
     write(this.parts.speed, shown === null ? "" : `${shown.toFixed(1)} tokens/s`);
     write(this.parts.tau, usage?.tau ? `tau ${usage.tau.toFixed(2)}` : "");
+    write(this.parts.device, sensors(this.problem ? null : this.status?.device));
   }
 }
 
-/** A state for the colour, words, and a longer explanation. */
+/** A state for tests and styles, words, and a longer explanation. */
 function link(told, problem, isPrivate) {
   if (problem?.kind === "key") return ["away", "API key needed", "The device asks for an API key"];
   if (problem) return ["away", "device not reached", "Trying again"];
   if (!told) return ["unknown", "connecting", ""];
-  if (told.link === "off") return ["alone", "device only", "No drafting server is set"];
+  if (told.link === "off") return ["alone", "device only", "No server is set: all drafts are made on this device"];
   if (isPrivate)
-    return ["private", "device only · kept here", "Nothing of this conversation goes to the drafting server"];
+    return ["private", "kept on this device", "Nothing of this conversation is sent to the cloud"];
   if (told.link === "connecting") return ["unknown", "device only · reaching the cloud", told.notice ?? ""];
   if (told.link === "lost")
     return ["away", "device only · cloud away", told.notice || "Answers go on without it, a little slower"];
@@ -60,7 +61,14 @@ function link(told, problem, isPrivate) {
   if (told.busy > 0 && told.regime === "device only")
     return ["alone", `device only · cloud linked${far}`, "No drafts of use lately"];
   const waits = told.busy > 0 && told.regime === "waits" ? " · waits for drafts" : "";
-  return ["up", `cloud drafts${far}${waits}`, told.server || "Connected to the drafting server"];
+  return ["up", `cloud drafts${far}${waits}`, told.server || "Connected to the cloud"];
+}
+
+/** Of a reading, what is known. */
+function sensors(told) {
+  const watts = told?.power_w == null ? "" : `${told.power_w.toFixed(1)} W`;
+  const degrees = told?.temperature_c == null ? "" : `${Math.round(told.temperature_c)} °C`;
+  return [watts, degrees, told?.throttled ? "throttled" : ""].filter(Boolean).join(" · ");
 }
 
 function write(place, text) {
