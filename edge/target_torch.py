@@ -1,15 +1,14 @@
 """The slow reference target: a Llama in plain torch, float32, written to be read and compared against.
 
-Reads a Hugging Face folder (config.json and safetensors). Every pass computes what `LlamaForCausalLM` computes, with
-the tree's own mask and positions: row r of a tree sees all committed rows, its ancestors and itself, at position
-length + depth(r).
+Reads a Hugging Face folder (config.json and safetensors) of a family that computes as Llama does, biases or not. Every
+pass computes what `LlamaForCausalLM` computes, with the tree's own mask and positions: row r of a tree sees all
+committed rows, its ancestors and itself, at position length + depth(r).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,11 +17,11 @@ from torch.nn import functional as F
 from starsd.edge.cached_target import CachedTarget
 from starsd.edge.target import Floats
 from starsd.shared import tree
+from starsd.shared.architecture import Architecture, require_plain
 from starsd.shared.config import Engine
 from starsd.shared.errors import UsageError
-from starsd.shared.llama import expected_tensors, read_shape
-from starsd.shared.manifest import FeatureSpec, ModelShape
-from starsd.shared.rope import read_rope
+from starsd.shared.families import read_architecture
+from starsd.shared.manifest import FeatureSpec
 from starsd.shared.weights import TensorEntry, check_tensors, read_config, tensor_index
 
 NOISE = 1e-4  # float32 sums in another order, on logits of some tens
@@ -31,14 +30,15 @@ NOISE = 1e-4  # float32 sums in another order, on logits of some tens
 def open_folder(
     folder: Path, config: Engine, *, taps: Sequence[int] | None = None, last_hidden: bool = False
 ) -> TorchTarget:
-    """Open a Llama-family Hugging Face folder.
+    """Open a Hugging Face folder. Raises UnsupportedModelError for a model that differs from Llama.
 
     `taps` are layers whose input becomes features, ascending; the layer count itself means what leaves the last layer,
     before the final norm. Left out, they are EAGLE-3's (2, L // 2, L - 3), as many of them as a shallow model has.
     `last_hidden` appends the final norm's output.
     """
-    raw = read_config(folder)
-    shape = read_shape(raw)
+    architecture = read_architecture(read_config(folder))
+    require_plain(architecture, "the torch reference")
+    shape = architecture.shape
     if taps is None:
         taps = sorted({2, shape.layers // 2, shape.layers - 3} & set(range(shape.layers)))
     if list(taps) != sorted(set(taps)) or any(not 0 <= tap <= shape.layers for tap in taps):
@@ -47,10 +47,10 @@ def open_folder(
     if config.threads:
         torch.set_num_threads(config.threads)
     index = {n: e for n, e in tensor_index(folder).items() if not n.endswith("rotary_emb.inv_freq")}
-    if raw.get("tie_word_embeddings"):
+    if architecture.tied_head:
         index.pop("lm_head.weight", None)
-    check_tensors(str(folder), index, expected_tensors(raw, shape))
-    return TorchTarget(raw, shape, features, _load(index), config)
+    check_tensors(str(folder), index, architecture.tensors())
+    return TorchTarget(architecture, features, _load(index), config)
 
 
 class TorchTarget(CachedTarget):
@@ -58,16 +58,16 @@ class TorchTarget(CachedTarget):
 
     def __init__(
         self,
-        config: dict[str, Any],
-        shape: ModelShape,
+        architecture: Architecture,
         features: FeatureSpec,
         weights: dict[str, torch.Tensor],
         engine: Engine,
     ) -> None:
+        shape = architecture.shape
         super().__init__(shape, features, engine.max_context or shape.context, engine.prefill_chunk)
         self._weights = weights
-        self._eps = float(config.get("rms_norm_eps", 1e-6))
-        cos, sin = read_rope(config, shape.head_dim).tables(self._context)
+        self._eps = architecture.norm_epsilon
+        cos, sin = architecture.rope.tables(self._context)
         self._cos, self._sin = torch.from_numpy(cos), torch.from_numpy(sin)
         self._first_room = min(engine.initial_context, self._context)
         self._start_cache()

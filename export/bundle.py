@@ -11,20 +11,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
-import numpy as np
 
 from starsd.export import check
+from starsd.export.calibrate import calibrate
 from starsd.export.chat import ChatRenderer, end_tokens
 from starsd.export.checkpoint import Checkpoint
 from starsd.export.graph import GraphWriter
-from starsd.export.graph_llama import Recipe, build
+from starsd.export.graph_decoder import build
 from starsd.export.hf_folder import chat_template
-from starsd.export.linear import Dense, GroupsOf32, Rows
 from starsd.export.pull import pull
-from starsd.export.rotate import RotatedCheckpoint
+from starsd.export.recipe import check_offered, make
 from starsd.export.staging import staged
 from starsd.export.store import require_quota
 from starsd.export.tokenizer_model import load_tokenizer
+from starsd.export.train_data import read_chats
 from starsd.shared import manifest
 from starsd.shared.config import FLAVOURS, PRECISIONS
 from starsd.shared.console import Progress, no_progress
@@ -34,13 +34,15 @@ from starsd.shared.home import parse_ref
 from starsd.shared.manifest import FeatureSpec, Manifest, Quality
 
 _COPIED = ("config.json", "generation_config.json", "tokenizer_config.json")
-_BYTES_PER_WEIGHT = {"fp32": 4.3, "fp16": 2.3, "int8": 1.35, "int4": 0.9}  # rough, for the space that is asked for
+# rough and of the largest flavour, for the space that is asked for
+_BYTES_PER_WEIGHT = {"fp32": 4.3, "fp16": 2.3, "int8": 1.5, "int4": 1.25}
 MIN_CONTEXT = 16  # an engine measures its noise with a pass of 8 rows behind 8
 MIN_TAPPED_LAYERS = 7  # with fewer, EAGLE-3's three taps coincide
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What to export; `taps` None means EAGLE-3's three, `context` 0 the model's own."""
+    """What to export; `taps` None means EAGLE-3's three, `context` 0 the model's own; `calibration`: chats that weights
+    are rounded by, else each is rounded by itself."""
 
     precision: str
     flavour: str = "ort"
@@ -48,6 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     last_hidden: bool = False
     context: int = 0
     check: bool = True
+    calibration: Path | None = None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +72,7 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
     """
     _check_choice("precision", options.precision, PRECISIONS)
     _check_choice("flavour", options.flavour, FLAVOURS)
+    check_offered(options.flavour, options.precision)
     started = time.monotonic()
     if out is not None:
         _check_replaceable(out)
@@ -80,13 +84,18 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
     needed = int(checkpoint.weights * _BYTES_PER_WEIGHT[options.precision])
     if out is None:
         require_quota(needed, replacing=final)
+    if options.calibration is not None and (options.flavour != "ort" or options.precision not in ("int8", "int4")):
+        got = f"{options.flavour} {options.precision}"
+        raise UsageError(f"calibration is of no use to {got}, expected flavour ort and precision int8 or int4")
     compared = options.check and options.precision != "fp32"
-    beside = int(checkpoint.weights * _BYTES_PER_WEIGHT["fp32"]) if compared else 0
+    beside = int(checkpoint.weights * _BYTES_PER_WEIGHT["fp32"]) if compared or options.calibration else 0
     with staged(final, bytes_needed=needed + beside) as folder:
-        _write_graph(folder, source, options.precision, features, context, progress)
+        _write_graph(
+            folder, source, (options.flavour, options.precision), features, context, progress, options.calibration
+        )
         _write_text_files(source, folder)
         eos = end_tokens(source)
-        quality = _quality(folder, source, checkpoint, context, eos, progress) if compared else None
+        quality = _quality(folder, options.flavour, source, checkpoint, context, eos, progress) if compared else None
         made = Manifest(
             name=parse_ref(ref).slug,
             source=ref,
@@ -94,7 +103,7 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
             architecture=str(checkpoint.config["model_type"]),
             flavour=options.flavour,
             precision=options.precision,
-            shape=msgspec.structs.replace(checkpoint.shape, context=context),
+            shape=checkpoint.architecture.within(context).shape,
             features=features,
             eos=eos,
             files={path.name: manifest.entry(path) for path in sorted(folder.iterdir())},
@@ -136,25 +145,22 @@ def _check_choice(what: str, got: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{what} is {got!r}, expected one of {', '.join(choices)}")
 
 
-def _recipe(checkpoint: Checkpoint, precision: str) -> Recipe:
-    if precision in ("fp32", "fp16"):
-        dtype = np.float32 if precision == "fp32" else np.float16
-        dense = Dense(checkpoint, dtype)
-        return Recipe(dtype, dense, dense, dense)
-    if precision == "int4":
-        four = GroupsOf32(checkpoint, 4)
-        return Recipe(np.float32, four, four, GroupsOf32(checkpoint, 8))
-    head = Rows(checkpoint, like="logit_rows")
-    return Recipe(np.float32, Rows(checkpoint), Rows(checkpoint, double=True), head)
-
-
 def _write_graph(
-    folder: Path, source: Path, precision: str, features: FeatureSpec, context: int, progress: Progress
+    folder: Path,
+    source: Path,
+    form: tuple[str, str],
+    features: FeatureSpec,
+    context: int,
+    progress: Progress,
+    calibration: Path | None = None,
 ) -> None:
-    """Weights stay mapped only while this runs."""
-    checkpoint = RotatedCheckpoint(source) if precision == "int8" else Checkpoint(source)
-    with GraphWriter(folder) as graph:
-        build(graph, checkpoint, _recipe(checkpoint, precision), features, context, progress)
+    """The graph of `form`, flavour and precision. Weights stay mapped only while this runs."""
+    checkpoint, recipe = make(source, *form)
+    if calibration is not None:
+        chats = read_chats(calibration, checkpoint.shape.vocab)
+        checkpoint.curvatures = calibrate(checkpoint, chats, folder, progress)
+    with GraphWriter(folder, recipe.flavour.opsets, recipe.flavour.ir_version) as graph:
+        build(graph, checkpoint, recipe, features, context, progress)
         graph.save(checkpoint.folder.name)
 
 
@@ -186,7 +192,13 @@ def _write_text_files(source: Path, folder: Path) -> None:
 
 
 def _quality(
-    folder: Path, source: Path, checkpoint: Checkpoint, context: int, eos: tuple[int, ...], progress: Progress
+    folder: Path,
+    flavour: str,
+    source: Path,
+    checkpoint: Checkpoint,
+    context: int,
+    eos: tuple[int, ...],
+    progress: Progress,
 ) -> Quality:
     """Compare with an fp32 graph of the same weights, made beside and thrown away."""
     tokenizer = load_tokenizer(source)
@@ -196,8 +208,8 @@ def _quality(
     capacity = min(max(map(len, prompts)) + check.ANSWER_TOKENS, context)
     with TemporaryDirectory(dir=folder) as place:
         shape = checkpoint.shape
-        _write_graph(Path(place), source, "fp32", FeatureSpec((), False, shape.hidden), context, no_progress)
-        reference = check.Runner(Path(place), shape, capacity, mapped=True)
+        _write_graph(Path(place), source, (flavour, "fp32"), FeatureSpec((), False, shape.hidden), context, no_progress)
+        reference = check.Runner(Path(place), shape, capacity, flavour=flavour, mapped=True)
         answers = check.write_answers(reference, prompts, eos, progress)
         del reference
-        return check.compare(answers, check.Runner(folder, shape, capacity))
+        return check.compare(answers, check.Runner(folder, shape, capacity, flavour=flavour))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import ModelError
+from starsd.shared.graph_contract import DUMMIES, Pass, contract_of, require_runtime
 from starsd.shared.manifest import GRAPH_FILE, ModelShape, Quality
 
 PROMPTS = (
@@ -42,47 +42,48 @@ class Runner:
     slower for the single rows that answers are written with.
     """
 
-    def __init__(self, folder: Path, shape: ModelShape, capacity: int, *, mapped: bool = False) -> None:
+    def __init__(
+        self, folder: Path, shape: ModelShape, capacity: int, *, flavour: str = "ort", mapped: bool = False
+    ) -> None:
+        require_runtime(flavour, ort.__version__)
+        self._contract = contract_of(flavour)
         options = ort.SessionOptions()
+        for name, value in self._contract.options.items():
+            options.add_session_config_entry(name, value)
         options.add_session_config_entry("session.disable_prepacking", str(int(mapped)))
         options.log_severity_level = 3
         self._session = ort.InferenceSession(str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"])
         self._binding = self._session.io_binding()
-        self.capacity = capacity
+        self.capacity, self._buffer, self._window = capacity, capacity + DUMMIES, shape.window
+        self._inputs = {tensor.name for tensor in self._session.get_inputs()}
         half = any(tensor.type == "tensor(float16)" for tensor in self._session.get_inputs())
-        size = (2 * shape.layers, 1, shape.kv_heads, capacity, shape.head_dim)
+        size = (2 * shape.layers, 1, shape.kv_heads, self._buffer, shape.head_dim)
         self._cache = np.zeros(size, np.float16 if half else np.float32)
         self._values = [ort.OrtValue.ortvalue_from_numpy(part) for part in self._cache]
         for i, value in enumerate(self._values):
             self._binding.bind_ortvalue_input(f"past_{'kv'[i % 2]}_{i // 2}", value)
-            self._binding.bind_ortvalue_output(f"present_{'kv'[i % 2]}_{i // 2}", value)
+            if self._contract.in_place:
+                self._binding.bind_ortvalue_output(f"present_{'kv'[i % 2]}_{i // 2}", value)
 
     @property
     def results(self) -> list[str]:
         """Names of the outputs besides the cache."""
-        return [o.name for o in self._session.get_outputs() if not o.name.startswith("present_")]
+        return [o.name for o in self._session.get_outputs() if not o.name.startswith(("present_", "new_"))]
 
-    def run(self, ids: Sequence[int], start: int, mask: Floats | None = None) -> dict[str, Floats]:
+    def run(self, ids: Sequence[int], start: int) -> dict[str, Floats]:
         """A pass of `ids` behind `start` earlier rows: every output, logits of all rows."""
         count = len(ids)
-        rows, total = np.arange(count), start + count
-        feeds: dict[str, Any] = {
-            "input_ids": np.array(ids, np.int64),
-            "attention_rows": rows[None],
-            "own_rows": rows,
-            "position_ids": rows[None] + start,
-            "mask": np.zeros((1, 1, count, total), np.float32) if mask is None else mask,
-            "last_row": np.array([total - 1], np.int32),
-            "total": np.array(total, np.int32),
-            "logit_rows": rows,
-        }
-        for name, value in feeds.items():
-            self._binding.bind_cpu_input(name, value)
-        for name in self.results:
+        feeds = self._contract.feeds(Pass(ids, None, start, count, count, self._buffer, count), self._window)
+        for name in feeds.keys() & self._inputs:
+            self._binding.bind_cpu_input(name, feeds[name])
+        names = [o.name for o in self._session.get_outputs() if not o.name.startswith("present_")]
+        for name in names:
             self._binding.bind_output(name)
         self._session.run_with_iobinding(self._binding)
-        outputs = self._binding.get_outputs()[-len(self.results) :]
-        return {name: output.numpy() for name, output in zip(self.results, outputs, strict=True)}
+        made = dict(zip(names, self._binding.get_outputs()[-len(names) :], strict=True))
+        for i, part in enumerate(self._cache if not self._contract.in_place else ()):
+            part[:, :, start : start + count] = made[f"new_{'kv'[i % 2]}_{i // 2}"].numpy()
+        return {name: made[name].numpy() for name in self.results}
 
 
 @dataclass(frozen=True)

@@ -7,64 +7,79 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from starsd.export.gguf import Blocks, read_blocks
 from starsd.export.hf_folder import SOURCE_GGUF
-from starsd.shared.errors import ModelError, UnsupportedModelError
-from starsd.shared.llama import expected_tensors, read_shape
-from starsd.shared.rope import Rope, read_rope
+from starsd.export.packed import PackedLayers, read_scheme
+from starsd.export.rounding import Curvature
+from starsd.export.stored import mapped
+from starsd.shared.families import read_architecture
 from starsd.shared.weights import check_tensors, read_config, tensor_index
 
-_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 EMBEDDING = "model.embed_tokens.weight"
 _UNUSED = ("rotary_emb.inv_freq",)  # derived values that old checkpoints carry along
 
 
 class Checkpoint:
-    """Llama-family weights and config. Raises ModelError when the tensors do not fit the config."""
+    """Weights and config of a decoder. Raises UnsupportedModelError for a family or an option that is not supported,
+    and ModelError when the tensors do not fit the config.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = read_config(folder)
-        self.shape = read_shape(self.config)
-        self.rope: Rope = read_rope(self.config, self.shape.head_dim)
-        epsilon = self.config.get("rms_norm_eps", 1e-6)
-        if not isinstance(epsilon, float | int) or not 0 <= epsilon < 1:
-            raise ModelError(f"config has rms_norm_eps {epsilon!r}, expected a small number")
-        self.norm_epsilon = float(epsilon)
+        scheme = read_scheme(self.config)
+        self.architecture = read_architecture({**self.config, "quantization_config": None})
+        self.shape = self.architecture.shape
+        self.rope = self.architecture.rope
+        self.norm_epsilon = self.architecture.norm_epsilon
         index = tensor_index(folder)
         self._index = {name: entry for name, entry in index.items() if not name.endswith(_UNUSED)}
-        expected = expected_tensors(self.config, self.shape)
+        expected = self.architecture.tensors()
         self.head = "lm_head.weight" if "lm_head.weight" in expected else EMBEDDING
         if self.head == EMBEDDING:
             self._index.pop("lm_head.weight", None)  # some tied checkpoints store the copy
-        check_tensors(str(folder), self._index, expected)
+        self.packed = PackedLayers(scheme, self._index)
+        for name in (*self.packed.parts, *self.packed.idle_biases(self._index, expected)):
+            del self._index[name]
+        check_tensors(str(folder), {**self._index, **self.packed.shapes}, expected)
         source = folder / SOURCE_GGUF
         self.blocks: Mapping[str, Blocks] = read_blocks(source) if source.is_file() else {}
+        self.curvatures: Mapping[str, Curvature] = {}  # by weight, once a calibration text was read
 
     def __contains__(self, name: str) -> bool:
-        return name in self._index
+        return name in self._index or name in self.packed.shapes
 
     @property
     def files(self) -> list[Path]:
         """The files that hold the weights."""
-        return sorted({entry.file for entry in self._index.values()})
+        return sorted({entry.file for entry in (*self._index.values(), *self.packed.parts.values())})
 
     @property
     def weights(self) -> int:
         """How many values all tensors hold."""
-        return sum(math.prod(entry.shape) for entry in self._index.values())
+        shapes = [entry.shape for entry in self._index.values()]
+        return sum(map(math.prod, [*shapes, *self.packed.shapes.values()]))
 
     def stored(self, name: str) -> NDArray[Any]:
-        """A tensor as it lies on disk: mapped, not read."""
-        entry = self._index[name]
-        if entry.dtype not in _DTYPES:
-            raise UnsupportedModelError(f"tensor {name} has type {entry.dtype}, expected one of {', '.join(_DTYPES)}")
-        return np.memmap(entry.file, _DTYPES[entry.dtype], "r", entry.start, entry.shape)
+        """A tensor as it lies on disk: mapped, not read. What is packed there comes in float32."""
+        if name in self.packed.shapes:
+            return self.packed[name].dequantise()
+        return mapped(name, self._index[name])
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A tensor in float32."""
         return np.asarray(self.stored(name), dtype=np.float32)
+
+    def norm(self, name: str) -> NDArray[np.float32]:
+        """The weights that a norm multiplies by: some families store what they are above one."""
+        weight, offset = self.tensor(name), self.architecture.norm_offset
+        return weight + np.float32(offset) if offset else weight
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied by, rounded to the type they are stored in, as models are trained."""
+        scale = np.float32(self.architecture.embedding_scale)
+        return float(scale.astype(self.stored(EMBEDDING).dtype))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from starsd.export.train_recipe import DTYPES, RECIPE, SOURCES, Recipe, Sources
-from starsd.shared.config import DEFAULT_MODEL, DEFAULT_PRECISION, FLAVOURS, PRECISIONS
+from starsd.shared.config import DEFAULT_MODEL, DEFAULT_PRECISION, FLAVOURS, PRECISIONS, Engine
 from starsd.shared.console import StderrProgress, emit, run
 from starsd.shared.errors import MissingExtraError, UsageError
 
@@ -32,6 +32,7 @@ def onnx(
     context: Annotated[int, typer.Option(help="Most tokens the bundle can hold; 0: the model's own.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where the bundle goes; default: the store.")] = None,
     check: Annotated[bool, typer.Option(help="Measure agreement with fp32.")] = True,
+    calibration: Annotated[Path | None, typer.Option(help="Chats (.npz) to round int8 and int4 weights by.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Export a target bundle for ONNX Runtime."""
@@ -44,6 +45,7 @@ def onnx(
         last_hidden=last_hidden,
         context=context,
         check=check,
+        calibration=calibration,
     )
     report = export_onnx(model, options, out, StderrProgress())
     if as_json:
@@ -60,6 +62,31 @@ def onnx(
             f"KL {report.quality.kl:.4f}",
             file=sys.stderr,
         )
+
+
+@app.command()
+def tensorrt(
+    bundle: Annotated[str, typer.Argument(help="A bundle's folder, or its name: model/flavour-precision.")],
+    context: Annotated[int, typer.Option(help="Most tokens of a conversation; 0: the model's own, or 4096.")] = 0,
+    chunk: Annotated[int, typer.Option(help="Most tokens of a pass over a prompt.")] = Engine().prefill_chunk,
+    rebuild: Annotated[bool, typer.Option(help="Build though the engine that is there fits.")] = False,
+    force: Annotated[bool, typer.Option(help="Build though memory seems not to suffice.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Build a bundle's TensorRT engine on the device that will run it."""
+    from starsd.export.tensorrt_engine import Options, export_tensorrt
+
+    options = Options(context=context, chunk=chunk, rebuild=rebuild, force=force)
+    report = export_tensorrt(bundle, options, StderrProgress(), lambda line: print(line, file=sys.stderr, flush=True))
+    if as_json:
+        emit(report)
+        return
+    typer.echo(report.engine)
+    print(
+        f"{report.bytes / 1e6:.0f} MB for {report.gpu} and TensorRT {report.tensorrt}, "
+        + (f"built in {report.seconds:.1f} s" if report.built else "fits as it is"),
+        file=sys.stderr,
+    )
 
 
 @app.command("train-drafter")

@@ -1,6 +1,7 @@
-"""GGUF files of the Llama family: as a Hugging Face folder in fp32, and as the quantised blocks they hold.
+"""GGUF files: as a Hugging Face folder in fp32, and as the quantised blocks they hold.
 
-A GGUF stores Llama's query and key rows in another order (the halves of a head interleaved), which is undone here.
+What differs is undone here: Llama's query and key rows are in another order (the halves of a head interleaved), and
+Gemma's norms hold one more than the folder's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from starsd.export.gguf_config import config_from, generation_config_from
 from starsd.export.gguf_file import GGUFFile, TensorInfo, dequantise, open_gguf
-from starsd.export.gguf_names import hf_tensors, row_order
+from starsd.export.gguf_names import hf_tensors, naming, row_order
 from starsd.export.gguf_tokenizer import tokenizer_from
 from starsd.export.hf_folder import write_json
 from starsd.export.safetensors_writer import TensorSpec, write_safetensors
@@ -115,12 +116,14 @@ def _values(file: GGUFFile, tensors: Mapping[str, TensorInfo], progress: Progres
     """The weights in order, a bounded number of rows at a time."""
     total = sum(info.size for info in tensors.values())
     done = 0
-    for info in tensors.values():
+    more = np.float32(naming(file).norm_offset)
+    for name, info in tensors.items():
         raw = file.data(info)
         order = row_order(file, info)
         step = max(1, _CONVERTED_AT_ONCE // info.shape[-1])
         for start in range(0, len(raw), step):
             rows = slice(start, start + step)
-            yield dequantise(raw[rows] if order is None else raw[order[rows]], info.kind)
+            values = dequantise(raw[rows] if order is None else raw[order[rows]], info.kind)
+            yield values - more if more and name.endswith("norm.weight") else values
         done += info.size
         progress("converting to fp32", done, total)

@@ -7,20 +7,31 @@ models were trained with, as in their own tokenizer.json.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from starsd.export.tokenizer_model import CONTROL, NORMAL, USER_DEFINED, Piece, Vocabulary, build
 from starsd.shared.errors import MissingExtraError, ModelError, UnsupportedModelError
 
 try:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 except ImportError as error:
     raise MissingExtraError("tokenizers", "export") from error
 
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How one kind of model cuts text. `whole_words`: a word that is a token needs no merges (Llama 3)."""
+
+    words: Callable[[], Any]
+    whole_words: bool = False
+    add_bos: bool = False
+    composed: bool = False  # text is brought to Unicode's composed form first
 
 
 def _gpt2() -> Any:
@@ -31,17 +42,20 @@ def _smollm() -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
-def _llama3() -> Any:
-    words = pre_tokenizers.Split(Regex(_LLAMA3_WORDS), behavior="isolated", invert=False)
+def _by_words(digits: int) -> Any:
+    """Words with the character before them, numbers in runs of at most `digits`."""
+    words = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated", invert=False)
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-_CUTS: dict[str, Callable[[], Any]] = {
-    "gpt-2": _gpt2,
-    "smollm": _smollm,
-    "llama-bpe": _llama3,
-    "llama3": _llama3,
-    "llama-v3": _llama3,
+_LLAMA3 = _Cut(lambda: _by_words(3), whole_words=True, add_bos=True)
+_CUTS = {
+    "gpt-2": _Cut(_gpt2),
+    "smollm": _Cut(_smollm),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _Cut(lambda: _by_words(1), composed=True),
 }
 
 
@@ -74,17 +88,20 @@ def tokenizer_from(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:
-    cut = metadata.get("tokenizer.ggml.pre")
-    if cut not in _CUTS:
-        raise UnsupportedModelError(f"GGUF pre-tokenizer {cut!r} is not supported, expected one of {', '.join(_CUTS)}")
+    name = metadata.get("tokenizer.ggml.pre")
+    if name not in _CUTS:
+        raise UnsupportedModelError(f"GGUF pre-tokenizer {name!r} is not supported, expected one of {', '.join(_CUTS)}")
+    cut = _CUTS[name]
     ids = {token: row for row, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     try:
-        model = models.BPE(vocab=ids, merges=pairs, ignore_merges=_CUTS[cut] is _llama3)
+        model = models.BPE(vocab=ids, merges=pairs, ignore_merges=cut.whole_words)
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"GGUF merges do not fit the vocabulary: {error}") from error
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = _CUTS[cut]()
+    if cut.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = cut.words()
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, kinds, strict=True):
         if kind in (CONTROL, USER_DEFINED):
@@ -92,7 +109,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], kinds: list[int]) -
             added = AddedToken(token, normalized=False, special=special)
             _ = tokenizer.add_special_tokens([added]) if special else tokenizer.add_tokens([added])
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if metadata.get("tokenizer.ggml.add_bos_token", _CUTS[cut] is _llama3) and bos is not None:
+    if metadata.get("tokenizer.ggml.add_bos_token", cut.add_bos) and bos is not None:
         start = _token(tokens, bos)
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[start, "$A"], pair=None, special_tokens=[(start, bos)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,8 +16,6 @@ from onnx import TensorProto, helper
 from starsd.shared.manifest import GRAPH_FILE, WEIGHTS_FILE
 
 CONTRIB = "com.microsoft"
-OPSET = 21
-IR_VERSION = 10  # what onnxruntime 1.23 reads
 _ALIGNMENT = 4096  # lets the runtime map a tensor instead of copying it
 _INLINE_BYTES = 1024  # smaller constants sit in the graph itself, where shape inference sees them
 
@@ -28,14 +27,15 @@ _TYPES = {
     np.dtype(np.int32): TensorProto.INT32,
     np.dtype(np.int8): TensorProto.INT8,
     np.dtype(np.uint8): TensorProto.UINT8,
+    np.dtype(ml_dtypes.int4): TensorProto.INT4,
 }
 
 
 class GraphWriter:
-    """Nodes in call order; every value has the name its maker returned."""
+    """Nodes in call order; every value has the name its maker returned. `opsets` are versions by domain."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, opsets: Mapping[str, int], ir_version: int) -> None:
+        self._folder, self._opsets, self._ir_version = folder, opsets, ir_version
         self._nodes: list[onnx.NodeProto] = []
         self._made: set[str] = set()
         self._constants: dict[str, onnx.TensorProto] = {}
@@ -65,16 +65,21 @@ class GraphWriter:
         if not isinstance(value, np.ndarray) or not value.shape:
             array = array.reshape(())
         tensor = TensorProto(name=name, data_type=_TYPES[array.dtype], dims=array.shape)
-        if array.nbytes <= _INLINE_BYTES:
-            tensor.raw_data = array.tobytes()
+        data = _stored(array)
+        if data.nbytes <= _INLINE_BYTES:
+            tensor.raw_data = data.tobytes()
         else:
             self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
             tensor.data_location = TensorProto.EXTERNAL
-            for key, text in (("location", WEIGHTS_FILE), ("offset", self._data.tell()), ("length", array.nbytes)):
+            for key, text in (("location", WEIGHTS_FILE), ("offset", self._data.tell()), ("length", data.nbytes)):
                 tensor.external_data.add(key=key, value=str(text))
-            self._data.write(array.reshape(-1).view(np.uint8).data)  # bfloat16 has no buffer of its own
+            self._data.write(data.data)
         self._constants[name] = tensor
         return name
+
+    def dtype(self, name: str) -> Any:
+        """The numpy type of a constant."""
+        return helper.tensor_dtype_to_np_dtype(self._constants[name].data_type)
 
     def has(self, name: str) -> bool:
         """Whether a node makes `name` already."""
@@ -100,6 +105,15 @@ class GraphWriter:
 
     def save(self, name: str) -> None:
         graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, list(self._constants.values()))
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="starsd")
+        opsets = [helper.make_opsetid(domain, version) for domain, version in self._opsets.items()]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=self._ir_version, producer_name="starsd")
         onnx.save(model, str(self._folder / GRAPH_FILE))
+
+
+def _stored(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """The bytes of a tensor: of four bits two values share one, the first in its low half."""
+    data = array.reshape(-1).view(np.uint8)  # bfloat16 has no buffer of its own
+    if array.dtype != ml_dtypes.int4:
+        return data
+    even: NDArray[np.uint8] = np.pad(data & 15, (0, data.size % 2))
+    return np.asarray(even[0::2] | even[1::2] << 4, np.uint8)

@@ -6,6 +6,7 @@ Every form is row independent: what a row yields depends on that row alone.
 - blocks (int4): weights d·q + m in groups of 32. MatMulNBits holds d·(q - z) with whole z; the rest of m multiplies the
   sum of the group's inputs, which is fed as further inputs (`absorb_minimum`). So a Q4_1 GGUF runs with the weights
   that it stores. Activations are rounded to int8 in groups of 32 inside the operator (accuracy_level 4).
+  GPTQ's and AWQ's groups have whole zeros already: they run as they are, of their own size.
 - rows (int8): weights int8 by output channel, activations int8 by row, one integer product: the only form that reaches
   the integer matrix units, so many rows cost little. Rounding a whole row with one scale needs inputs without outliers,
   which `rotate.py` sees to; where they remain (the MLP's inner values) a second int8 holds what the first left over.
@@ -23,7 +24,9 @@ from onnx import numpy_helper
 from starsd.export.checkpoint import Checkpoint
 from starsd.export.gguf import BLOCK, Blocks
 from starsd.export.graph import CONTRIB, GraphWriter
+from starsd.export.packed import Packed, join_packed
 from starsd.export.quantise import blocks_of, channels_of
+from starsd.export.rounding import refine_blocks, refine_channels
 
 _INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level
 _TINY_STEP = 1e-30  # stands in for the step of rests that are all zero
@@ -39,7 +42,7 @@ def _bias_name(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
 
 
-def _add_bias(graph: GraphWriter, checkpoint: Checkpoint, y: str, weights: Sequence[str], dtype: Any) -> str:
+def add_bias(graph: GraphWriter, checkpoint: Checkpoint, y: str, weights: Sequence[str], dtype: Any) -> str:
     if _bias_name(weights[0]) not in checkpoint:
         return y
     bias = np.concatenate([checkpoint.tensor(_bias_name(name)) for name in weights]).astype(dtype)
@@ -56,36 +59,46 @@ class Dense:
         tensors = [self._checkpoint.stored(name).astype(self._dtype) for name in weights]
         weight = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
         y = graph.node("Gemm", x, graph.constant(weights[0], weight), to=to, transB=1)
-        return _add_bias(graph, self._checkpoint, y, weights, self._dtype)
+        return add_bias(graph, self._checkpoint, y, weights, self._dtype)
 
 
 class GroupsOf32:
-    """Weights of 4 or 8 bits in groups of 32: a GGUF's own blocks where it has them, else rounded here."""
+    """Weights of 4 or 8 bits in groups of 32, rounded here; or those that the checkpoint is made of: a GGUF's blocks of
+    as many bits, GPTQ's and AWQ's groups of any."""
 
     def __init__(self, checkpoint: Checkpoint, bits: int) -> None:
         self._checkpoint, self._bits = checkpoint, bits
         self._kinds = ("Q4_0", "Q4_1") if bits == 4 else ("Q8_0",)
 
     def __call__(self, graph: GraphWriter, x: str, weights: Sequence[str], to: str) -> str:
-        parts = [self._blocks(name) for name in weights]
-        kinds = {part.kind for part in parts}
-        if len(kinds) == 1:
-            y = self._multiply(graph, x, weights[0], _stack(parts), to)
+        parts = [self._held(name) for name in weights]
+        if (whole := _joined(parts)) is not None:
+            y = self._multiply(graph, x, weights[0], whole, to)
         else:
             pieces = [
                 self._multiply(graph, x, name, part, f"{to}_{i}")
                 for i, (name, part) in enumerate(zip(weights, parts, strict=True))
             ]
             y = graph.node("Concat", *pieces, to=to, axis=-1)
-        return _add_bias(graph, self._checkpoint, y, weights, np.float32)
+        return add_bias(graph, self._checkpoint, y, weights, np.float32)
 
-    def _blocks(self, name: str) -> Blocks:
+    def _held(self, name: str) -> Blocks | Packed:
+        if name in self._checkpoint.packed:
+            return self._checkpoint.packed[name]
         own = self._checkpoint.blocks.get(name)
         if own is not None and own.kind in self._kinds:
             return own
-        return blocks_of(self._checkpoint.tensor(name), self._bits)
+        weight = self._checkpoint.tensor(name)
+        blocks = blocks_of(weight, self._bits)
+        curvature = self._checkpoint.curvatures.get(name)
+        return blocks if curvature is None else refine_blocks(weight, blocks, curvature)
 
-    def _multiply(self, graph: GraphWriter, x: str, name: str, blocks: Blocks, to: str) -> str:
+    def _multiply(self, graph: GraphWriter, x: str, name: str, part: Blocks | Packed, to: str) -> str:
+        if isinstance(part, Packed):
+            return _multiply_packed(graph, x, name, part, to)
+        return self._multiply_blocks(graph, x, name, part, to)
+
+    def _multiply_blocks(self, graph: GraphWriter, x: str, name: str, blocks: Blocks, to: str) -> str:
         zeros: tuple[str, ...] = ()
         if blocks.minimum is not None:
             groups = blocks.scale.shape[1]
@@ -95,9 +108,28 @@ class GroupsOf32:
         rows, groups = blocks.scale.shape
         packed, scale = packed_constants(graph, name, blocks)
         sizes = {"K": groups * BLOCK, "N": rows, "bits": self._bits, "block_size": BLOCK}
-        return graph.node(
-            "MatMulNBits", x, packed, scale, *zeros, to=to, domain=CONTRIB, accuracy_level=_INT8_ACTIVATIONS, **sizes
-        )
+        return _matmul_nbits(graph, (x, packed, scale, *zeros), sizes, to)
+
+
+def _matmul_nbits(graph: GraphWriter, inputs: tuple[str, ...], sizes: dict[str, int], to: str) -> str:
+    return graph.node("MatMulNBits", *inputs, to=to, domain=CONTRIB, accuracy_level=_INT8_ACTIVATIONS, **sizes)
+
+
+def _multiply_packed(graph: GraphWriter, x: str, name: str, packed: Packed, to: str) -> str:
+    """GPTQ's and AWQ's groups are what the operator holds; only inputs may have to be put in their order."""
+    if packed.order is not None:
+        x = graph.node("Gather", x, graph.constant(name + ".order", packed.order), to=to + "_ordered", axis=-1)
+    rows, groups = packed.scale.shape
+    quants, zeros = packed.quants, packed.zero
+    if packed.bits == 4:
+        quants, zeros = _nibbles(quants), _nibbles(zeros)
+    constants = (
+        graph.constant(name + ".groups", quants.reshape(rows, groups, -1)),
+        graph.constant(name + ".group_scale", packed.scale),
+        graph.constant(name + ".group_zero", zeros),
+    )
+    sizes = {"K": groups * packed.size, "N": rows, "bits": packed.bits, "block_size": packed.size}
+    return _matmul_nbits(graph, (x, *constants), sizes, to)
 
 
 def absorb_minimum(blocks: Blocks) -> tuple[Blocks, NDArray[np.uint8]]:
@@ -142,6 +174,16 @@ def packed_constants(graph: GraphWriter, name: str, blocks: Blocks) -> tuple[str
         stored = _nibbles(quants if blocks.kind == "Q4_1" else quants + np.uint8(8))  # wraps: -8 to 7 become 0 to 15
     packed = graph.constant(name + ".groups", stored.reshape(rows, groups, -1))
     return packed, graph.constant(name + ".group_scale", blocks.scale)
+
+
+def _joined(parts: Sequence[Blocks | Packed]) -> Blocks | Packed | None:
+    """Several matrices as one, outputs side by side; None where their forms differ."""
+    first = parts[0]
+    if isinstance(first, Packed):
+        packed = [part for part in parts if isinstance(part, Packed) and part.alike(first)]
+        return join_packed(packed) if len(packed) == len(parts) else None
+    blocks = [part for part in parts if isinstance(part, Blocks) and part.kind == first.kind]
+    return _stack(blocks) if len(blocks) == len(parts) else None
 
 
 def _stack(parts: Sequence[Blocks]) -> Blocks:
@@ -189,13 +231,19 @@ class Rows:
         else:
             y = self._multiply(graph, rounded, weight, to + "_steps")
         y = graph.node("Mul", y, graph.node("Unsqueeze", step, graph.ints(1), to=to + "_column"), to=to)
-        return _add_bias(graph, self._checkpoint, y, weights, np.float32)
+        return add_bias(graph, self._checkpoint, y, weights, np.float32)
 
     def _weight(self, graph: GraphWriter, weights: Sequence[str]) -> tuple[str, str]:
         """int8 (K, N) and float32 channel scales (N,)."""
-        scales, quants = zip(*(channels_of(self._checkpoint.tensor(name)) for name in weights), strict=True)
+        scales, quants = zip(*(self._channels(name) for name in weights), strict=True)
         stored = graph.constant(weights[0] + ".channels", np.ascontiguousarray(np.concatenate(quants).T))
         return stored, graph.constant(weights[0] + ".channel_scale", np.concatenate(scales))
+
+    def _channels(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
+        weight = self._checkpoint.tensor(name)
+        scale, quants = channels_of(weight)
+        curvature = self._checkpoint.curvatures.get(name)
+        return scale, quants if curvature is None else refine_channels(weight, scale, curvature)
 
     @staticmethod
     def _step(graph: GraphWriter, x: str, to: str) -> str:

@@ -40,10 +40,15 @@ def rotation(size: int) -> Floats:
 
 
 class RotatedCheckpoint(Checkpoint):
-    """A checkpoint whose residual stream is x·Q. Norm weights are folded away: all but the embedding is turned."""
+    """A checkpoint whose residual stream is x·Q. Norm weights are folded away: all but the embedding is turned.
+
+    Norms of heads stay: they lie behind the projections, on values that do not turn. A norm behind a layer is weighted
+    by channel just before its result joins the stream, which no folding reaches: such families cannot be turned.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        assert not self.architecture.post_norms
         self.basis = rotation(self.shape.hidden)
         head_dim = self.shape.head_dim
         self._within_head = hadamard(head_dim) if head_dim & (head_dim - 1) == 0 else np.eye(head_dim, dtype=np.float32)
@@ -70,4 +75,4 @@ class RotatedCheckpoint(Checkpoint):
         return np.asarray(value, np.float32)
 
     def _read_from_stream(self, weight: Floats, norm: str) -> Floats:
-        return np.asarray((weight * super().tensor(norm)) @ self.basis, np.float32)
+        return np.asarray((weight * self.norm(norm)) @ self.basis, np.float32)

@@ -32,6 +32,7 @@ from starsd.export.train_save import chain_accepted, record, save_head, write_ca
 from starsd.export.train_start import start_from
 from starsd.export.train_store import Store
 from starsd.export.train_target import TORCH_DTYPES, BatchTarget, fingerprint
+from starsd.shared.architecture import require_plain
 from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import UsageError
 from starsd.shared.prompts import read_prompts
@@ -66,6 +67,7 @@ def train_drafter(
     device = open_device(sources.device)
     folder = pull(model, progress)
     source, chats = Checkpoint(folder), None
+    require_plain(source.architecture, "training")
     if sources.data is not None:
         chats = choose(read_chats(sources.data, source.shape.vocab), sources.tokens, recipe.longest, recipe.seed)
     name = _identity(source, recipe, sources, chats)
@@ -115,7 +117,7 @@ def train_drafter(
     trainer.run()
     found = trainer.measure()
 
-    size = save_head(out, head, source, draft)
+    size = save_head(out, head, source, draft, recipe.window)
     write_phrases(out / "phrases.npz", count_phrases(rows.chats.pick(train), target.shape.vocab))
     arrays, text, features = record(target, rows, held)
     agreed = chain_accepted(head, target.embedding, draft, text, features, recipe.steps_ahead)

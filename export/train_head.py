@@ -39,8 +39,7 @@ class HeadShape:
     @classmethod
     def of(cls, checkpoint: Checkpoint, draft_vocab: int) -> HeadShape:
         shape: ModelShape = checkpoint.shape
-        inner = int(checkpoint.config["intermediate_size"])
-        eps = checkpoint.norm_epsilon
+        inner, eps = checkpoint.architecture.inner, checkpoint.norm_epsilon
         return cls(shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, inner, draft_vocab, eps)
 
 

@@ -36,11 +36,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batch_tokens: int = 0  # padded tokens an optimiser step sees; 0: 1,200 on a CPU, 4,800 elsewhere
     held_out: int = 48  # chats that are never trained on; at most one in eight
     longest: int = 1024  # tokens of a chat; what is longer is cut
+    window: int = 512  # rows that the head looks back on when it drafts: chats are seldom longer, so it learned no more
     seed: int = 0
     dtype: str = "auto"  # bf16 where the device multiplies it faster than fp32
 
     def __post_init__(self) -> None:
-        least = {"draft_vocab": 1, "steps_ahead": 1, "soft_labels": 1, "held_out": 1, "longest": 8}
+        least = {"draft_vocab": 1, "steps_ahead": 1, "soft_labels": 1, "held_out": 1, "longest": 8, "window": 8}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected at least {smallest}")

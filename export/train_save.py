@@ -41,10 +41,10 @@ _TRIES = 4
 _COPIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 
-def save_head(folder: Path, head: Head, checkpoint: Checkpoint, draft_ids: Ints) -> int:
+def save_head(folder: Path, head: Head, checkpoint: Checkpoint, draft_ids: Ints, window: int) -> int:
     """Write config.json and model.safetensors, each whole or not at all; bytes of the latter. The config comes first:
     with weights of an earlier run of the same recipe it is as right."""
-    replace(folder / "config.json", (json.dumps(config(head, checkpoint), indent=2) + "\n").encode())
+    replace(folder / "config.json", (json.dumps(config(head, checkpoint, window), indent=2) + "\n").encode())
     tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in head.named_parameters()}
     vocab = checkpoint.shape.vocab
     if len(draft_ids) < vocab:
@@ -56,8 +56,9 @@ def save_head(folder: Path, head: Head, checkpoint: Checkpoint, draft_ids: Ints)
     return len(content)
 
 
-def config(head: Head, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Of an official EAGLE-3 head. RoPE has the target's base and no scaling, which official loaders refuse."""
+def config(head: Head, checkpoint: Checkpoint, window: int) -> dict[str, Any]:
+    """Of an official EAGLE-3 head, with a window as Hugging Face's configs write one. RoPE has the target's base and
+    no scaling, which official loaders refuse."""
     shape = head.shape
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -77,6 +78,8 @@ def config(head: Head, checkpoint: Checkpoint) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
+        "use_sliding_window": True,
+        "sliding_window": window,
         **{name: checkpoint.config[name] for name in _COPIED if name in checkpoint.config},
     }
 

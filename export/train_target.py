@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from starsd.export.checkpoint import EMBEDDING, Checkpoint
+from starsd.shared.architecture import require_plain
 from starsd.shared.errors import UsageError
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -67,10 +68,11 @@ class _Layer:
 
 
 class BatchTarget:
-    """Weights on one device in one dtype. Raises ModelError when the folder is no Llama-family model."""
+    """Weights on one device in one dtype. Raises UnsupportedModelError for what is no Llama but for biases."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         self.checkpoint = Checkpoint(folder)
+        require_plain(self.checkpoint.architecture, "training")
         self.shape = self.checkpoint.shape
         self.taps = eagle3_taps(self.shape.layers)
         self.width = len(self.taps) * self.shape.hidden

@@ -15,10 +15,10 @@ from safetensors import safe_open
 
 from starsd.server.eagle_formats import normalise, read_spec
 from starsd.server.eagle_spec import HeadSpec
+from starsd.shared.architecture import Architecture
 from starsd.shared.errors import ModelError, UnsupportedModelError, UsageError
+from starsd.shared.families import read_architecture
 from starsd.shared.home import parse_ref
-from starsd.shared.llama import read_shape
-from starsd.shared.manifest import ModelShape
 from starsd.shared.weights import INDEX_FILE, SINGLE_FILE, check_tensors, read_config, tensor_index
 
 # int8: products as in `products.Linear`, everything else in float32
@@ -56,13 +56,14 @@ def load_head(head: str, target: str, *, dtype: str = "fp32", device: str = "cpu
     if dtype == "int8" and place.type != "cpu":
         raise UsageError(f"int8 runs on the cpu only, got device {device!r}: load the head as bf16")
     folder, target_folder = _resolve(head), _resolve(target)
-    shape = read_shape(read_config(target_folder))
+    # how the target's layers are stored is no concern of a head's
+    architecture = read_architecture({**read_config(target_folder), "quantization_config": None})
     tensors = _read_head(folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    spec = read_spec(read_config(folder), shapes, shape)
+    spec = read_spec(read_config(folder), shapes, architecture.shape)
     check_tensors(f"head {folder}", shapes, spec.expected_tensors())
     to_target = _target_ids(spec, tensors.pop("d2t", None), tensors.pop("t2d", None))
-    tensors |= _borrow(spec, target_folder, shape)
+    tensors |= _borrow(spec, target_folder, architecture)
     return HeadWeights(
         spec,
         {name: tensor.to(place, DTYPES[dtype]) for name, tensor in tensors.items()},
@@ -141,16 +142,20 @@ def _target_ids(spec: HeadSpec, d2t: torch.Tensor | None, t2d: torch.Tensor | No
     return ids
 
 
-def _borrow(spec: HeadSpec, folder: Path, shape: ModelShape) -> Tensors:
+def _borrow(spec: HeadSpec, folder: Path, target: Architecture) -> Tensors:
     """What the head lacks and its target has. The rest of the target is never read."""
+    shape = target.shape
     wanted: dict[str, str] = {}
     if not spec.own_embedding:
         wanted["embed_tokens.weight"] = _TARGET_EMBEDDING
     if not spec.eagle3:
-        tied = bool(read_config(folder).get("tie_word_embeddings"))
-        wanted["lm_head.weight"] = _TARGET_EMBEDDING if tied else _TARGET_LM_HEAD
+        wanted["lm_head.weight"] = _TARGET_EMBEDDING if target.tied_head else _TARGET_LM_HEAD
     if not wanted:
         return {}
+    if target.embedding_scale != 1 or target.logit_cap:
+        raise UnsupportedModelError(
+            f"a head cannot borrow {', '.join(wanted)} of a {target.family}, which scales or caps: expected its own"
+        )
     index = tensor_index(folder)
     needed = set(wanted.values())
     found = {name: entry for name, entry in index.items() if name in needed}

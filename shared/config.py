@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-FLAVOURS = ("ort",)
+FLAVOURS = ("ort", "portable", "decomposed")
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 OVERFLOWS = ("error", "truncate")  # truncate: the oldest tokens go, those of the system message stay
+CONVERSATIONS = 8  # of a device at a time, and caches of K/V that it keeps
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_CODEC = "rot4"  # of features on the wire, a name of `features.CODECS`: the smallest with ≤ 1 % loss
 DEFAULT_PRECISION = "int8"  # the cheapest passes of 2 rows and more: docs/targets.md

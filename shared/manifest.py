@@ -23,8 +23,8 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sizes an engine needs to allocate its buffers."""
+class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The sizes an engine needs to allocate its buffers and to fill its masks."""
 
     layers: int
     hidden: int
@@ -33,6 +33,7 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     vocab: int
     context: int
+    window: int = 0  # positions that local layers see, the row's own included; 0: there is nothing to hide
 
 
 class FeatureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

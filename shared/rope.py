@@ -24,6 +24,7 @@ Floats = NDArray[np.float32]
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 DEFAULT_THETA = 10_000.0  # transformers' and EAGLE's when a config names none
+LAYER_THETAS = {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0}  # transformers' for Gemma 3
 
 MAX_CONTEXT = 1 << 24  # tokens; more is a mistake, and its tables would fill the memory
 
@@ -84,6 +85,25 @@ def read_rope(config: Mapping[str, Any], head_dim: int | None = None) -> Rope:
         return _read_rope(config, head_dim or _head_dim(config))
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"rope parameters cannot be read: {error}") from error
+
+
+def read_layer_rope(config: Mapping[str, Any], head_dim: int, kind: str) -> Rope:
+    """The rotary embedding of one kind of layers of a Gemma 3, `sliding_attention` or `full_attention`.
+
+    Newer configs have `rope_parameters` for each kind; in older ones `rope_theta` and `rope_scaling` are meant for the
+    global layers, `rope_local_base_freq` for the local ones. Raises what `read_rope` raises.
+    """
+    parameters = config.get("rope_parameters")
+    if parameters is None:
+        local = kind == "sliding_attention"
+        raw = {} if local else dict(config.get("rope_scaling") or {})
+        theta = config.get("rope_local_base_freq" if local else "rope_theta")
+    elif isinstance(parameters, Mapping) and all(isinstance(value, Mapping) for value in parameters.values()):
+        raw, theta = dict(parameters.get(kind) or {}), None
+    else:
+        raise ModelError("rope_parameters are not by kind of layer, expected sliding_attention and full_attention")
+    theta = raw.get("rope_theta") or theta or LAYER_THETAS[kind]
+    return read_rope({**config, "rope_scaling": None, "rope_parameters": {**raw, "rope_theta": theta}}, head_dim)
 
 
 def _read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:

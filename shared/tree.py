@@ -56,3 +56,12 @@ def trunk(parents: Sequence[int]) -> int:
 def chain(length: int) -> list[int]:
     """Parents of a tree that is a single path of `length` nodes, root included."""
     return list(range(-1, length - 1))
+
+
+def beyond_window(positions: NDArray[np.int64], past: int, window: int) -> NDArray[np.bool_]:
+    """Which columns lie `window` positions or further before each row of a pass. Shape (n, past + n).
+
+    Columns are the `past` committed rows, at their positions, then the rows of the pass at theirs.
+    """
+    columns = np.concatenate([np.arange(past), positions])
+    return np.asarray(positions[:, None] - columns >= window, np.bool_)

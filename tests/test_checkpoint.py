@@ -27,12 +27,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba"}, r"^model type 'mamba' is not supported, expected one of llama$"),
-        ({"model_type": None}, r"^model type None is not supported, expected one of llama$"),
+        ({"model_type": "mamba"}, r"^model type 'mamba' is not supported, expected one of llama, mistral, qwen2,"),
+        ({"model_type": None}, r"^model type None is not supported, expected one of llama, mistral, qwen2,"),
         ({"hidden_act": "gelu"}, r"^activation 'gelu' is not supported, expected silu$"),
         (
             {"quantization_config": {"bits": 4}},
-            r"^quantised safetensors are not supported, expected fp32, bf16 or fp16$",
+            r"^quantisation method None is not supported, expected one of gptq, awq$",
         ),
         (
             {"rope_parameters": {"rope_type": "spiral"}},

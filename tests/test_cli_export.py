@@ -10,6 +10,7 @@ from tiny_model import rewrite, write_folder
 
 from starsd.export.cli import main
 from starsd.shared import manifest
+from starsd.shared.families import MODEL_TYPES
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +56,13 @@ def test_the_default_is_the_store_and_eagle3s_taps(
     ("options", "message"),
     [
         (["--precision", "int3"], "precision is 'int3', expected one of fp32, fp16, int8, int4"),
-        (["--flavour", "portable"], "flavour is 'portable', expected one of ort"),
+        (["--flavour", "tensorrt"], "flavour is 'tensorrt', expected one of ort, portable, decomposed"),
         (["--taps", "1,x"], "taps are '1,x', expected layer numbers like 2,15,27"),
         (["--taps", "9"], "taps are [9], expected ascending layers from 0 to 6"),
+        (
+            ["--calibration", "c.npz", "--precision", "fp16"],
+            "calibration is of no use to ort fp16, expected flavour ort and precision int8 or int4",
+        ),
         (["--context", "-1"], "context is -1, expected 16 to 512 tokens, or 0 for all"),
     ],
 )
@@ -76,5 +81,5 @@ def test_models_that_are_unknown_or_refused(source: str, tmp_path: Path, capsys:
     )
     bad = rewrite(Path(source), tmp_path / "m", {"model_type": "mamba"})
     assert main(["onnx", str(bad), "--precision", "fp32", "--out", str(tmp_path / "b")]) == 1
-    expected = "starsd-export: model type 'mamba' is not supported, expected one of llama\n"
+    expected = "starsd-export: model type 'mamba' is not supported, expected one of " + ", ".join(MODEL_TYPES) + "\n"
     assert capsys.readouterr() == ("", expected)

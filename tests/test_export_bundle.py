@@ -25,7 +25,7 @@ from starsd.export.graph import GraphWriter
 from starsd.export.safetensors_writer import TensorSpec, write_safetensors
 from starsd.shared import manifest
 from starsd.shared.errors import BundleError, ModelError, StorageError, UnsupportedModelError, UsageError
-from starsd.shared.llama import expected_tensors, read_shape
+from starsd.shared.families import read_architecture
 from starsd.shared.manifest import GRAPH_FILE, WEIGHTS_FILE, FeatureSpec
 
 FILES = [
@@ -127,7 +127,7 @@ def test_the_fingerprint_names_the_function_not_the_precision(source: Path, tmp_
     ("options", "message"),
     [
         ({"precision": "int3"}, r"^precision is 'int3', expected one of fp32, fp16, int8, int4$"),
-        ({"flavour": "tensorrt"}, r"^flavour is 'tensorrt', expected one of ort$"),
+        ({"flavour": "tensorrt"}, r"^flavour is 'tensorrt', expected one of ort, portable, decomposed$"),
         ({"taps": (3, 2)}, r"^taps are \[3, 2\], expected ascending layers from 0 to 6$"),
         ({"taps": (7,)}, r"^taps are \[7\], expected ascending layers from 0 to 6$"),
         ({"context": 513}, r"^context is 513, expected 16 to 512 tokens, or 0 for all$"),
@@ -142,7 +142,8 @@ def test_options_out_of_range(source: Path, tmp_path: Path, options: dict[str, A
 
 def test_models_that_are_refused_leave_nothing(source: Path, tmp_path: Path) -> None:
     gemma = rewrite(source, tmp_path / "gemma", {"model_type": "gemma"})
-    with pytest.raises(UnsupportedModelError, match=r"^model type 'gemma' is not supported, expected one of llama$"):
+    message = r"^model type 'gemma' is not supported, expected one of llama, mistral, qwen2,"
+    with pytest.raises(UnsupportedModelError, match=message):
         export(gemma, tmp_path / "out" / "b")
     narrow = write_folder(tmp_path / "narrow", intermediate_size=40)
     with pytest.raises(
@@ -290,7 +291,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 4096}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").unlink()
-    tensors = sorted(expected_tensors(config, read_shape(config)).items())
+    tensors = sorted(read_architecture(config).tensors().items())
     weight_map, noise = {}, np.random.default_rng(0).integers(0x3C00, 0x3D00, 1 << 20, np.uint16)
     for shard in range(4):
         file, part = f"model-{shard}.safetensors", tensors[shard::4]

@@ -2,18 +2,21 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_gguf import FEED_FORWARD, HIDDEN, LAYERS, TOKENS, tiny_gguf
+from tiny_gguf import FEED_FORWARD, GEMMA_TOKENS, HIDDEN, LAYERS, TOKENS, WINDOW, tiny_gguf
 from tokenizers import Tokenizer
 
+from starsd.export.checkpoint import Checkpoint
 from starsd.export.gguf import convert, read_blocks
-from starsd.export.gguf_config import _llama3_scaling
+from starsd.export.gguf_config import _llama3_scaling, config_from
 from starsd.export.gguf_file import open_gguf
 from starsd.export.gguf_tokenizer import tokenizer_from
 from starsd.shared.errors import ModelError, UnsupportedModelError
+from starsd.shared.families import GLOBAL, LOCAL
 
 TEXTS = [
     "Hello world, it's they'll 'S",
@@ -34,16 +37,49 @@ def reference_logits(folder: Path, ids: list[int], **options: object) -> np.ndar
         return model(torch.tensor([ids])).logits[0].numpy()
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+def converted(path: Path, **options: Any) -> Path:
+    """The folder that a tiny GGUF at `path` becomes."""
+    folder = path.parent / "out"
+    folder.mkdir()
+    convert(tiny_gguf(path, **options), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"],
+)
 def test_logits_equal_transformers_own_loading(tmp_path: Path, kind: str) -> None:
-    path = tiny_gguf(tmp_path / "tiny.gguf", kind=kind)
-    (tmp_path / "out").mkdir()
-    convert(path, tmp_path / "out")
     ids = [1, 5, 40, 98, 7, 7, 60]
-    ours = reference_logits(tmp_path / "out", ids)
+    ours = reference_logits(converted(tmp_path / "tiny.gguf", kind=kind), ids)
     theirs = reference_logits(tmp_path, ids, gguf_file="tiny.gguf")
     assert np.abs(ours).max() > 1
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "told", "tied"),  # told: what transformers does not read from a GGUF
+    [
+        ("llama", {}, False),
+        ("qwen2", {}, True),
+        ("qwen2", {}, False),
+        ("qwen3", {"head_dim": 32}, True),
+        ("qwen3", {"head_dim": 32}, False),
+        ("gemma2", {"query_pre_attn_scalar": 32}, True),  # there is none with an LM head of its own
+        ("gemma3", {"query_pre_attn_scalar": 32}, True),
+        ("gemma3", {"query_pre_attn_scalar": 32}, False),
+    ],
+)
+def test_families_equal_transformers_own_loading(
+    architecture: str, told: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    """Seven layers, so that a Gemma 3 has one that sees everything."""
+    ids = [1, 5, 40, 90, 7, 7, 60, 3]
+    folder = converted(tmp_path / "tiny.gguf", architecture=architecture, kind="Q8_0", layers=7, tied=tied)
+    ours = reference_logits(folder, ids)
+    theirs = reference_logits(tmp_path, ids, gguf_file="tiny.gguf", **told)
+    assert np.abs(ours).max() > 1
+    np.testing.assert_allclose(ours, theirs, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
@@ -100,6 +136,137 @@ def test_words_are_cut_as_transformers_cuts_them(tmp_path: Path, cut: str) -> No
         assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False), text
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_every_family_is_exported(tmp_path: Path, architecture: str) -> None:
+    """The folder is what the exporter takes, and its blocks are the weights: norms and biases are not among them."""
+    folder = converted(tmp_path / "tiny.gguf", architecture=architecture)
+    (tmp_path / "tiny.gguf").rename(folder / "source.gguf")
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.architecture.family == {"gemma3": "gemma3_text"}.get(architecture, architecture)
+    assert len(checkpoint.blocks) == 1 + 7 * LAYERS
+    for name, held in checkpoint.blocks.items():
+        np.testing.assert_array_equal(held.dequantise(), checkpoint.tensor(name))
+
+
+def test_gemma_norms_are_stored_with_one_more(tmp_path: Path) -> None:
+    folder = converted(tmp_path / "tiny.gguf", architecture="gemma3", kind="F32")
+    file, weights = open_gguf(tmp_path / "tiny.gguf"), load_file(folder / "model.safetensors")
+    names = {
+        "output_norm": "model.norm",
+        "blk.1.ffn_norm": "model.layers.1.pre_feedforward_layernorm",
+        "blk.1.attn_k_norm": "model.layers.1.self_attn.k_norm",
+    }
+    for theirs, ours in names.items():
+        stored = file.data(file.tensors[f"{theirs}.weight"])[0].view(np.float32)
+        np.testing.assert_array_equal(weights[f"{ours}.weight"], stored - 1)
+    stored = file.data(file.tensors["blk.1.attn_q.weight"]).view(np.float32)
+    np.testing.assert_array_equal(weights["model.layers.1.self_attn.q_proj.weight"], stored)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "layers", "expected"),
+    [
+        ("gemma3", {}, 7, {"layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]}),
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": 2}, 2, {"layer_types": [LOCAL, GLOBAL]}),
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": [False, True]}, 2, {"layer_types": [GLOBAL, LOCAL]}),
+        ("gemma3", {}, 62, {"query_pre_attn_scalar": HIDDEN // 4, "rope_local_base_freq": 10000.0}),
+        ("gemma3", {"gemma3.rope.freq_base_swa": 5000.0}, 2, {"rope_local_base_freq": 5000.0}),
+        (
+            "gemma3",
+            {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0},
+            2,
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6, "eos_token_id": [1, 5]},
+        ),
+        ("gemma2", {}, 46, {"query_pre_attn_scalar": HIDDEN // 4, "attn_logit_softcapping": 50.0}),
+        ("gemma2", {}, 2, {"query_pre_attn_scalar": 32, "final_logit_softcapping": 30.0, "sliding_window": WINDOW}),
+        ("qwen2", {}, 2, {"attention_bias": True, "use_sliding_window": False}),
+        ("qwen3", {}, 2, {"attention_bias": False, "head_dim": 32}),
+    ],
+)
+def test_what_metadata_mean(
+    architecture: str, metadata: dict[str, Any], layers: int, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf", architecture=architecture, metadata=metadata, layers=layers)
+    config = config_from(open_gguf(path))
+    assert {name: config[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "message"),
+    [
+        ("llama", {"llama.attention.sliding_window": 4096}, "has attention.sliding_window 4096, which a llama lacks"),
+        ("qwen3", {"qwen3.logit_scale": 0.5}, "has logit_scale 0.5, which a qwen3 lacks"),
+        ("gemma3", {"gemma3.attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which a gemma3_text lacks"),
+        ("qwen2", {"qwen2.expert_count": 8}, "has expert_count 8, which a qwen2 lacks"),
+        ("llama", {"llama.attention.value_length": 8}, "has values of 8 channels, expected the 16 of its keys"),
+        ("llama", {"llama.rope.dimension_count": 8}, "rotates 8 of 16 dimensions, expected all of them"),
+        (
+            "qwen2",
+            {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0},
+            "has rope scaling 'yarn', expected none, linear or llama3",
+        ),
+    ],
+)
+def test_options_that_are_not_taken_over(
+    architecture: str, metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf", architecture=architecture, metadata=metadata)
+    with pytest.raises(UnsupportedModelError, match=re.escape(message) + "$"):
+        convert(path, tmp_path)
+
+
+def test_tensors_of_another_family_are_refused(tmp_path: Path) -> None:
+    raw = bytearray(tiny_gguf(tmp_path / "tiny.gguf", architecture="qwen3").read_bytes())
+    path = tmp_path / "other.gguf"
+    path.write_bytes(raw.replace(b"qwen3", b"qwen2"))
+    with pytest.raises(
+        UnsupportedModelError, match=r"has the tensor blk.0.attn_q_norm.weight, which a plain qwen2 lac"
+    ):
+        convert(path, tmp_path)
+
+
+def test_qwens_text_is_composed_and_its_digits_stand_alone(tmp_path: Path) -> None:
+    ours, _ = tokenizer_from(
+        open_gguf(tiny_gguf(tmp_path / "t.gguf", metadata={"tokenizer.ggml.pre": "qwen2"})).metadata
+    )
+    assert ours.normalizer.normalize_str("e\u0301") == "é"
+    words = [word for word, _ in ours.pre_tokenizer.pre_tokenize_str("it's room 1234\n\n (so  far)")]
+    assert words == ["it", "'s", "Ġroom", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġ(", "so", "Ġ", "Ġfar", ")"]
+    assert ours.encode("he").tokens == ["he"]
+
+
+def test_gemmas_tokens_equal_sentencepieces(tmp_path: Path) -> None:
+    """Its vocabulary as a SentencePiece model, which knows no added tokens: runs of blanks are whole all the same."""
+    processor = sentencepiece_model(tmp_path / "spm.model")
+    ours, config = tokenizer_from(open_gguf(tiny_gguf(tmp_path / "t.gguf", architecture="gemma3")).metadata)
+    for text in ("hello  he", " hello\n\nhe   llo", "he\nhe", "héllo", "", "  "):
+        got = ours.encode(text)
+        assert got.ids[0] == GEMMA_TOKENS.index("<bos>")
+        assert got.ids[1:] == processor.encode(text), text
+        assert ours.decode(got.ids[1:]) == text
+    assert config["add_bos_token"]
+    turn = ours.encode("<start_of_turn>user he<end_of_turn>\n", add_special_tokens=False).tokens
+    assert (turn[0], turn[-2:]) == ("<start_of_turn>", ["<end_of_turn>", "\n"])
+
+
+def sentencepiece_model(path: Path) -> Any:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    protos = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    model = protos.ModelProto()
+    metadata = open_gguf(tiny_gguf(path.parent / "spm.gguf", architecture="gemma3")).metadata
+    columns = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
+    for text, score, kind in zip(*columns, strict=True):
+        model.pieces.add(piece=text.replace(" ", "▁") if kind == 4 else text, score=score, type=kind)
+    model.trainer_spec.model_type = 2
+    model.trainer_spec.byte_fallback = True
+    model.trainer_spec.pad_id, model.trainer_spec.eos_id, model.trainer_spec.bos_id = 0, 1, 2
+    model.trainer_spec.unk_id = 3
+    model.normalizer_spec.name = "identity"
+    model.normalizer_spec.add_dummy_prefix = model.normalizer_spec.remove_extra_whitespaces = False
+    path.write_bytes(model.SerializeToString())
+    return sentencepiece.SentencePieceProcessor(model_file=str(path))
+
+
 def test_every_truncation_is_told(tmp_path: Path) -> None:
     whole = tiny_gguf(tmp_path / "tiny.gguf").read_bytes()
     for size in (0, 3, 20, 30, 500, 2000, len(whole) // 2, len(whole) - 64):
@@ -119,7 +286,7 @@ def test_hostile_lengths_are_refused_before_allocation(tmp_path: Path) -> None:
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"architecture 'falcon', expected one of llama$"):
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'falcon', expected one of llama, qwen2, .*gemma3$"):
         convert(tiny_gguf(tmp_path / "tiny.gguf", architecture="falcon"), tmp_path)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
+from packing import config, pack
+from safetensors.numpy import save_file
 from tiny_gguf import LAYERS, tiny_gguf
 
 from starsd.export import gguf
 from starsd.export.checkpoint import Checkpoint
+from starsd.export.flavour_ort import OrtFlavour
 from starsd.export.gguf import Blocks
 from starsd.export.graph import GraphWriter
 from starsd.export.linear import Dense, GroupsOf32, Linear, Rows, absorb_minimum
+from starsd.export.packed import Packed, PackedLayers, read_scheme
 from starsd.export.quantise import blocks_of, channels_of
+from starsd.export.rounding import Curvature
 from starsd.shared.manifest import GRAPH_FILE
+from starsd.shared.weights import tensor_index
 
 NAMES = ["q.weight", "k.weight", "v.weight"]
 
@@ -31,6 +37,8 @@ class Held:
 
     def __init__(self, tensors: Mapping[str, np.ndarray], blocks: Mapping[str, Blocks] | None = None) -> None:
         self.tensors, self.blocks = tensors, blocks or {}
+        self.packed: dict[str, Packed] = {}
+        self.curvatures: dict[str, Curvature] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -61,10 +69,16 @@ class Layer:
     """One linear layer as a graph of its own."""
 
     def __init__(
-        self, folder: Path, linear: Linear, names: list[str], width: int = 96, dtype: Any = np.float32
+        self,
+        folder: Path,
+        linear: Linear,
+        names: list[str],
+        width: int = 96,
+        dtype: Any = np.float32,
+        entries: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(exist_ok=True)
-        with GraphWriter(folder) as graph:
+        with GraphWriter(folder, OrtFlavour.opsets, OrtFlavour.ir_version) as graph:
             graph.input("x", dtype, ["rows", width])
             graph.input("ids", np.int64, ["rows"])
             y = linear(graph, "x", names, to="y")
@@ -74,6 +88,8 @@ class Layer:
         self.constants = {c.name: numpy_helper.to_array(c) for c in self.model.graph.initializer}
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
+        for name, value in (entries or {}).items():
+            options.add_session_config_entry(name, value)
         self._session = ort.InferenceSession(str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"])
         self._used = {i.name for i in self._session.get_inputs()}
 
@@ -111,9 +127,9 @@ def folded(weight: np.ndarray, width: int = 96) -> np.ndarray:
     return weight @ extended(np.eye(width), weight.shape[1]).T
 
 
-def rounded_groups(x: np.ndarray) -> np.ndarray:
-    """What MatMulNBits makes of its input at accuracy level 4: int8 in groups of 32, the largest value at ±127."""
-    grouped = x.astype(np.float64).reshape(len(x), -1, 32)
+def rounded_groups(x: np.ndarray, size: int = 32) -> np.ndarray:
+    """What MatMulNBits makes of its input at accuracy level 4: int8 in groups, the largest value at ±127."""
+    grouped = x.astype(np.float64).reshape(len(x), -1, size)
     step = np.abs(grouped).max(-1, keepdims=True) / 127
     return (np.rint(grouped / np.where(step, step, 1)) * step).reshape(x.shape)
 
@@ -219,6 +235,64 @@ def test_groups_without_a_gguf(bits: int, bias: bool, tmp_path: Path) -> None:
     np.testing.assert_allclose(layer(x), simulated, atol=1e-4)
 
 
+def packed_layers(folder: Path, forms: Sequence[dict[str, Any]], width: int) -> dict[str, Packed]:
+    """A packed layer for each name."""
+    found = {}
+    for name, rows, form in zip(NAMES, (64, 32, 48), forms, strict=True):
+        base = name.removesuffix(".weight")
+        layer = pack(rows, width, **form)
+        save_file({f"{base}.{part}": tensor for part, tensor in layer.tensors.items()}, folder / "model.safetensors")
+        options = config(form.get("method", "gptq"), form.get("bits", 4), form.get("group", 32))
+        found[name] = PackedLayers(read_scheme(options), tensor_index(folder))[name]
+        np.testing.assert_array_equal(found[name].dequantise(), layer.weight)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("forms", "pieces"),
+    [
+        ([{}] * 3, 1),
+        ([{"group": 128, "symmetric": True}] * 3, 1),
+        ([{"group": 64, "shuffled": True, "seed": 3}] * 3, 1),
+        ([{"shuffled": True, "seed": seed} for seed in (1, 2, 3)], 3),
+        ([{"shuffled": True}, {}, {}], 3),
+        ([{"bits": 8, "size": 0.002}] * 3, 1),
+        ([{"bits": 8, "group": 128, "size": 0.002}] * 3, 1),
+        ([{"bits": 8}, {}, {"bits": 2}], 3),
+        ([{"method": "awq", "group": 128}] * 3, 1),
+        ([{"method": "awq", "group": -1}] * 3, 1),
+        ([{"group": 32}, {"group": 128}, {"method": "awq"}], 3),
+    ],
+)
+def test_packed_groups_run_as_they_are(forms: list[dict[str, Any]], pieces: int, tmp_path: Path) -> None:
+    """Scales and zeros reach the operator unchanged; only activations are rounded, in groups of the same size."""
+    width = 384
+    checkpoint, x = held(bias=True, width=width), activations(5, width)
+    checkpoint.packed = packed_layers(tmp_path, forms, width)
+    layer = Layer(tmp_path / "graph", GroupsOf32(checkpoint, 4), NAMES, width)
+    products = []
+    for part in checkpoint.packed.values():
+        order = np.arange(width) if part.order is None else part.order
+        products.append(rounded_groups(x[:, order], part.size) @ part.dequantise()[:, order].T.astype(np.float64))
+    expected = np.concatenate(products, axis=1) + biases(checkpoint)
+    np.testing.assert_allclose(layer(x), expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    assert sum(node.op_type == "MatMulNBits" for node in layer.model.graph.node) == pieces
+    scales = [tensor for name, tensor in layer.constants.items() if name.endswith(".group_scale")]
+    stored = [part.scale for part in checkpoint.packed.values()]
+    np.testing.assert_array_equal(
+        np.concatenate([s.ravel() for s in scales]), np.concatenate([s.ravel() for s in stored])
+    )
+
+
+def test_a_packed_layer_is_taken_over_by_the_head_too(tmp_path: Path) -> None:
+    """Which rounds to eight bits what comes unpacked."""
+    checkpoint, x = held(width=128), activations(3, 128)
+    checkpoint.packed = packed_layers(tmp_path, [{}] * 3, 128)
+    layer = Layer(tmp_path / "graph", GroupsOf32(checkpoint, 8), NAMES[:1], 128)
+    expected = rounded_groups(x) @ checkpoint.packed[NAMES[0]].dequantise().T.astype(np.float64)
+    np.testing.assert_allclose(layer(x), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows(double: bool, bias: bool, tmp_path: Path) -> None:
@@ -247,10 +321,12 @@ def test_rows_of_every_size(double: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 16, 17])
-@pytest.mark.parametrize("form", ["rows", "double", "int4", "int8"])
+@pytest.mark.parametrize("form", ["rows", "double", "int4", "int8", "packed"])
 def test_a_row_does_not_depend_on_its_neighbours(form: str, count: int, tmp_path: Path) -> None:
     checkpoint = held(bias=True)
-    bits = 4 if form == "int4" else 8
+    bits = 8 if form == "int8" else 4
+    if form == "packed":
+        checkpoint.packed = packed_layers(tmp_path, [{"shuffled": True}] * 3, 96)
     linear = (
         Rows(checkpoint, like="ids", double=form == "double")
         if form in ("rows", "double")

@@ -53,3 +53,15 @@ def test_what_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
     broken = manifest.msgspec.structs.replace(found, quality=manifest.Quality(float("nan"), 1.0, 5))
     with pytest.raises(BundleError, match="cannot be written"):
         manifest.write(broken, tmp_path)
+
+
+def test_a_window_is_written_where_there_is_one(tmp_path: Path) -> None:
+    """So manifests from before there were any are read, and those without are written, as they were."""
+    bundle = write_bundle(tmp_path / "b")
+    path = bundle / manifest.FILE_NAME
+    assert "window" not in json.loads(path.read_text())["shape"]
+    found = manifest.read(bundle)
+    assert found.shape.window == 0
+    shape = manifest.msgspec.structs.replace(found.shape, window=24)
+    manifest.write(manifest.msgspec.structs.replace(found, shape=shape), bundle)
+    assert manifest.read(bundle).shape.window == 24

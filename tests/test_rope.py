@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from starsd.shared.errors import ModelError, UnsupportedModelError
-from starsd.shared.rope import read_rope
+from starsd.shared.rope import read_layer_rope, read_rope
 
 VARIED = {
     **{kind: {"rope_type": kind, **values} for kind, values in ROPES.items()},
@@ -95,3 +95,31 @@ def test_base_is_ten_thousand_when_absent_and_head_dim_can_be_given() -> None:
 def test_refusals(changes: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read_rope({"hidden_size": 64, "num_attention_heads": 4, **changes})
+
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, (("default", 10_000.0), ("default", 1_000_000.0))),
+        ({"rope_theta": 5e5, "rope_local_base_freq": 99.0}, (("default", 99.0), ("default", 5e5))),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, (("default", 10_000.0), ("linear", 1_000_000.0))),
+        ({"rope_parameters": {LOCAL: {"rope_theta": 7.0}}}, (("default", 7.0), ("default", 1_000_000.0))),
+        (
+            {"rope_theta": 3.0, "rope_parameters": {GLOBAL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}}},
+            (("default", 10_000.0), ("linear", 5.0)),
+        ),
+    ],
+)
+def test_local_and_global_layers(config: dict[str, object], expected: tuple[tuple[str, float], ...]) -> None:
+    ropes = [read_layer_rope(config, 16, kind) for kind in (LOCAL, GLOBAL)]
+    assert tuple((rope.kind, rope.theta) for rope in ropes) == expected
+    assert {rope.head_dim for rope in ropes} == {16}
+
+
+@pytest.mark.parametrize("parameters", [{"rope_theta": 9.0}, {LOCAL: None}, [1]])
+def test_parameters_that_are_not_by_kind_of_layer(parameters: object) -> None:
+    with pytest.raises(ModelError, match=r"^rope_parameters are not by kind of layer, expected sliding_attention and"):
+        read_layer_rope({"rope_parameters": parameters}, 16, GLOBAL)

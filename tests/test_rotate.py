@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_families import write_family
 from tiny_gguf import tiny_gguf
 from tiny_model import VOCAB, write_folder
 from torch_helpers import tokens
@@ -14,9 +15,11 @@ from torch_helpers import tokens
 from starsd.export import gguf
 from starsd.export.check import Runner
 from starsd.export.checkpoint import EMBEDDING, Checkpoint
+from starsd.export.flavour_ort import OrtFlavour
 from starsd.export.graph import GraphWriter
-from starsd.export.graph_llama import Recipe, build
+from starsd.export.graph_decoder import build
 from starsd.export.linear import Dense
+from starsd.export.recipe import Recipe
 from starsd.export.rotate import RotatedCheckpoint, hadamard, rotation
 from starsd.shared.manifest import FeatureSpec
 
@@ -28,9 +31,9 @@ def outputs(checkpoint: Checkpoint, place: Path, ids: list[int]) -> dict[str, np
     if isinstance(checkpoint, RotatedCheckpoint):
         dense = _Turned(checkpoint)
     taps = (0, 1) if checkpoint.shape.layers == 2 else (0, 3, 6)
-    with GraphWriter(place) as graph:
+    with GraphWriter(place, OrtFlavour.opsets, OrtFlavour.ir_version) as graph:
         spec = FeatureSpec(taps, True, checkpoint.shape.hidden)
-        build(graph, checkpoint, Recipe(np.float32, dense, dense, dense), spec, 128)
+        build(graph, checkpoint, Recipe(OrtFlavour, np.float32, dense, dense, dense, np.float32), spec, 128)
         graph.save("tiny")
     return Runner(place, checkpoint.shape, 128).run(ids, 0)
 
@@ -63,7 +66,15 @@ class _AsStored:
     ],
 )
 def test_rotation_alone_changes_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "m", **changes)
+    assert_same_outputs(write_folder(tmp_path / "m", **changes), tmp_path)
+
+
+@pytest.mark.parametrize("case", ["mistral", "qwen2", "qwen3", "qwen3, windows by name"])
+def test_rotation_of_other_families(case: str, tmp_path: Path) -> None:
+    assert_same_outputs(write_family(tmp_path / "m", case), tmp_path)
+
+
+def assert_same_outputs(source: Path, tmp_path: Path) -> None:
     ids = tokens(60, VOCAB)
     plain = outputs(Checkpoint(source), tmp_path / "plain", ids)
     rotated = outputs(RotatedCheckpoint(source), tmp_path / "rotated", ids)

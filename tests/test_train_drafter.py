@@ -52,6 +52,7 @@ def test_the_folder_is_an_eagle3_head(head: Path, target: Path) -> None:
     assert counts[ids.numpy()].sum() > 0.9 * counts.sum()
     config = json.loads((head / "config.json").read_text())
     assert (config["draft_vocab_size"], config["rope_theta"], config["num_hidden_layers"]) == (128, 100_000.0, 1)
+    assert (config["use_sliding_window"], config["sliding_window"]) == (True, 512)
 
 
 def test_a_phrasebook_lies_beside_it(head: Path) -> None:
