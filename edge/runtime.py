@@ -46,6 +46,7 @@ from starsd.shared.config import Limits
 from starsd.shared.errors import UsageError
 from starsd.shared.phrases import Phrasebook
 from starsd.shared.sampling import check
+from starsd.shared.tensorrt_key import has_engine
 
 __all__ = ["Drafting", "Runtime", "Status"]
 
@@ -94,7 +95,8 @@ class Runtime:
         engine, reduced = fitting(about, options.engine, options.conversations)
         if reduced:
             print(f"starsd-edge: {reduced}", file=sys.stderr, flush=True)
-        target = open_target("onnx", bundle, engine)
+        # an engine that was built here: falls back to the graph where it cannot be used, and says why
+        target = open_target("tensorrt" if has_engine(bundle) else "onnx", bundle, engine)
         known = Model(about.fingerprint, about.shape, about.features)
         phrases = find_phrases(about.name, about.shape.vocab, bundle) if options.drafting.phrases else None
         said = {name: getattr(options, name) for name in options.__struct_fields__}

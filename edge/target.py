@@ -98,12 +98,13 @@ class Target(Protocol):
 # kind → (module, function making a Target from a bundle, extra that brings its libraries)
 _KINDS: dict[str, tuple[str, str, str]] = {
     "onnx": ("starsd.edge.target_onnx", "open_bundle", "edge"),
+    "tensorrt": ("starsd.edge.target_tensorrt", "open_bundle", "edge"),
     "torch": ("starsd.edge.target_torch", "open_folder", "server"),
 }
 
 
 def open_target(kind: str, folder: Path, config: Engine) -> Target:
-    """Open the bundle (`onnx`) or Hugging Face folder (`torch`, the slow reference) in `folder`."""
+    """Open the bundle (`onnx`, `tensorrt`) or Hugging Face folder (`torch`, the slow reference) in `folder`."""
     if kind not in _KINDS:
         raise UsageError(f"target engine {kind!r} is unknown, expected one of {', '.join(_KINDS)}")
     module, function, extra = _KINDS[kind]

@@ -16,11 +16,14 @@ import msgspec
 import typer
 
 from starsd.edge.target import open_target
+from starsd.scripts.self_test import SelfTest
+from starsd.scripts.self_test import self_test as run_self_test
 from starsd.shared import manifest
 from starsd.shared.config import DEFAULT_MODEL, DEFAULT_PRECISION, Engine
-from starsd.shared.console import emit
+from starsd.shared.console import StderrProgress, emit
 from starsd.shared.errors import MissingExtraError, OutdatedBundleError, StarsdError
 from starsd.shared.home import home, parse_ref
+from starsd.shared.meminfo import meminfo
 
 PYTHONS = ((3, 10), (3, 13))
 NEEDED_DISK = 1_500_000_000  # bytes; the default model's download, its weights and one bundle
@@ -82,15 +85,21 @@ class Report(msgspec.Struct, kw_only=True):
     bundles: list[Bundle]
     noise: float | None = None  # logits, of a trunk row; of the model asked for, measured here and now
     branch_noise: float | None = None  # the same behind the trunk
+    self_test: SelfTest | None = None
     problems: list[Problem]
 
 
 def doctor(
     model: Annotated[str | None, typer.Option(help="Also try whether this model runs.")] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Also compare its engine with fp32, and time its passes: minutes.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show what this machine offers, and what to do about what is missing; status 1 when something is broken."""
     report = examine(model)
+    if self_test:
+        _test(report, model or DEFAULT_MODEL)
     (emit if as_json else _show)(report)
     if any(problem.broken for problem in report.problems):
         raise typer.Exit(1)
@@ -99,7 +108,7 @@ def doctor(
 def examine(model: str | None = None) -> Report:
     """Look, without importing what is heavy (onnxruntime apart, when it is there) and without changing anything."""
     problems: list[Problem] = []
-    features, memory = cpu_features(), _memory()
+    features, memory = cpu_features(), meminfo()
     existing = next(place for place in (home(), *home().parents) if place.exists())
     report = Report(
         starsd=metadata.version("starsd"),
@@ -142,13 +151,6 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
         if name.strip() in ("flags", "Features"):
             return [feature for feature in CPU_FEATURES if feature in value.split()]
     return []
-
-
-def _memory() -> dict[str, int]:
-    """Bytes by the names of /proc/meminfo."""
-    file = Path("/proc/meminfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -229,6 +231,16 @@ def _try_model(model: str, problems: list[Problem]) -> tuple[float | None, float
         return None, None
 
 
+def _test(report: Report, model: str) -> None:
+    try:
+        report.self_test, complaint = run_self_test(model, StderrProgress())
+    except StarsdError as error:
+        report.problems.append(Problem(str(error), "then test again", True))
+        return
+    if complaint is not None:
+        report.problems.append(Problem(complaint, "export its bundle again, and build its engine again", True))
+
+
 def _show(report: Report) -> None:
     def line(name: str, value: Any) -> None:
         typer.echo(f"{name:12} {value}")
@@ -251,6 +263,12 @@ def _show(report: Report) -> None:
         line("bundle", f"{bundle.name}, {', '.join(told)}")
     if report.noise is not None:
         line("model", f"runs; noise {report.noise:.2g} logits on the trunk, {report.branch_noise:.2g} on branches")
+    if (test := report.self_test) is not None:
+        line("self-test", f"{test.bundle} on {'TensorRT' if test.tensorrt else f'ONNX Runtime: {test.why_not}'}")
+        agreed = f"{100 * test.top1:.1f} % of argmaxes equal, KL {test.kl:.4f}, logits within {test.largest:.2g}"
+        line("against fp32", f"{agreed}, over {test.tokens} tokens")
+        line("rows: ms", ", ".join(f"{rows}: {ms:.1f}" for rows, ms in test.pass_ms))
+        line("profile", f"{test.profile}, prompts at {test.prefill_tok_s:.0f} tokens a second")
     for problem in report.problems:
         line("BROKEN" if problem.broken else "note", f"{problem.problem}: {problem.remedy}")
     if not report.problems:

@@ -28,7 +28,7 @@ def _ample(monkeypatch: pytest.MonkeyPatch, starsd_home: Path) -> None:
     """A machine with room, whatever this one has."""
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(50_000_000_000))
-    monkeypatch.setattr(module, "_memory", lambda: {"MemTotal": 8_000_000_000, "MemAvailable": 6_000_000_000})
+    monkeypatch.setattr(module, "meminfo", lambda: {"MemTotal": 8_000_000_000, "MemAvailable": 6_000_000_000})
     monkeypatch.setattr(module, "cpu_features", lambda: ["avx2", "avx_vnni"])
 
 
@@ -149,7 +149,7 @@ def test_a_broken_onnxruntime_is_broken(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_poor_machine_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(300_000_000))
-    monkeypatch.setattr(module, "_memory", lambda: {"MemTotal": 2_000_000_000, "MemAvailable": 200_000_000})
+    monkeypatch.setattr(module, "meminfo", lambda: {"MemTotal": 2_000_000_000, "MemAvailable": 200_000_000})
     monkeypatch.setattr(module, "cpu_features", lambda: ["avx2"])
     monkeypatch.setattr(module, "PYTHONS", ((4, 0), (4, 1)))
     found = problems()
