@@ -37,20 +37,24 @@ LIGHT = {
 
 # Everything else, only in these files. A new line here is a decision: a device starts without what it does not use.
 HEAVY = {
+    "cryptography": {"edge/update_sign.py"},
     "fastapi": {"edge/api.py"},
     "gguf": {"export/gguf_file.py"},
     "huggingface_hub": {"export/hub_source.py"},
     "jinja2": {"edge/template.py", "export/chat.py"},
+    "jtop": {"edge/telemetry_jtop.py"},
     "llama_cpp": {"scripts/bench_peers.py"},
-    "llguidance": {"edge/grammar.py"},
-    "onnx": {"export/graph.py", "export/linear.py"},
+    "llguidance": {"edge/grammar.py", "edge/grammar_rules.py"},
+    "onnx": {"export/graph.py", "export/linear.py", "export/tensorrt_graph.py"},
     "onnxruntime": {"edge/target_onnx.py", "export/check.py", "scripts/doctor.py"},
     "safetensors": {"edge/target_torch.py"},
     "prometheus_client": {"edge/api_metrics.py"},
+    "pynvml": {"edge/telemetry_nvidia.py"},
     "rich": {"scripts/demo_table.py"},
     "sentencepiece": {"export/tokenizer_model.py"},
     "starlette": {"edge/api.py", "edge/api_guard.py", "edge/api_responses.py", "edge/api_web.py"},
     "threadpoolctl": {"scripts/demo_star.py"},
+    "tensorrt": {"shared/tensorrt_bindings.py"},
     "tokenizers": {
         "edge/detokenize.py",
         "edge/text.py",

@@ -78,7 +78,7 @@ def test_wheel_describes_itself(wheel: Path) -> None:
     assert licence == (ROOT / "LICENSE").read_text()
     assert "END OF TERMS AND CONDITIONS" in licence
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata.get_all("Provides-Extra") == ["edge", "server", "export", "jetson", "dev"]
+    assert metadata.get_all("Provides-Extra") == ["edge", "server", "export", "jetson", "update", "dev"]
     assert metadata["Description-Content-Type"] == "text/markdown"
 
 

@@ -1,0 +1,92 @@
+"""NVIDIA's package for Jetsons, the unpacked folder `Linux_for_Tegra`: its release and its root file system.
+
+Where a release is written: Jetson Linux Developer Guide, "Package Manifest"; `flash.sh` reads the same files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from starsd.shared.errors import UsageError
+
+RELEASE_FILES = (  # the first one found counts; the last two come with apply_binaries.sh
+    "nv_tegra/bsp_version",
+    "nv_tegra/release",
+    "nv_tegra/nv_tegra_release",
+    "rootfs/etc/nv_tegra_release",
+)
+_TEGRA = re.compile(r"R(\d+)\s*\(release\),\s*REVISION:\s*(\d+)(?:\.(\d+))?")
+_PLAIN = re.compile(r"R?(\d+)\.(\d+)(?:\.(\d+))?\s*")
+_PYTHON = re.compile(r"(?:/usr/bin/)?python(3\.\d+)")
+_VARIABLE = re.compile(r"^BSP_(BRANCH|MAJOR|MINOR)=[\"']?(\d+)", re.MULTILINE)
+
+
+class Release(msgspec.Struct, frozen=True, order=True):
+    """A release of Jetson Linux, R36.4.3 being (36, 4, 3)."""
+
+    branch: int
+    major: int
+    minor: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.branch}.{self.major}.{self.minor}"
+
+
+class Bsp(msgspec.Struct, frozen=True):
+    """A folder `Linux_for_Tegra`, absolute, and its release."""
+
+    folder: Path
+    release: Release
+
+    @property
+    def rootfs(self) -> Path:
+        return self.folder / "rootfs"
+
+    @property
+    def python(self) -> str:
+        """The version of the tree's own Python; of the Ubuntu that this release brings, where there is no tree yet."""
+        program = self.rootfs / "usr/bin/python3"
+        found = _PYTHON.fullmatch(os.readlink(program)) if program.is_symlink() else None
+        return found[1] if found else "3.10" if self.release.branch < 38 else "3.12"
+
+
+def open_bsp(folder: Path) -> Bsp:
+    """The package in `folder`. Raises UsageError when it is none, or does not say its release."""
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder, expected an unpacked Linux_for_Tegra")
+    folder = folder.resolve()
+    for name in RELEASE_FILES:
+        file = folder / name
+        if file.is_file():
+            return Bsp(folder, parse_release(file.read_text(encoding="utf-8", errors="replace"), str(file)))
+    raise UsageError(f"{folder} is no Linux_for_Tegra, expected one of {', '.join(RELEASE_FILES)} in it")
+
+
+def parse_release(text: str, source: str) -> Release:
+    """The release that one of RELEASE_FILES tells. Raises UsageError, naming `source`, when it tells none."""
+    if found := _TEGRA.search(text) or _PLAIN.match(text):
+        branch, major, minor = found.groups(default="0")
+        return Release(int(branch), int(major), int(minor))
+    said = {name: int(value) for name, value in _VARIABLE.findall(text)}
+    if {"BRANCH", "MAJOR"} <= said.keys():
+        return Release(said["BRANCH"], said["MAJOR"], said.get("MINOR", 0))
+    first = text.strip().partition("\n")[0]
+    raise UsageError(f"{source} begins with {first[:60]!r}, expected the like of '# R36 (release), REVISION: 4.3'")
+
+
+def installed_packages(rootfs: Path) -> frozenset[str] | None:
+    """Names of the Debian packages installed in a tree; None when it has no package database at all."""
+    file = rootfs / "var/lib/dpkg/status"
+    if not file.is_file():
+        return None
+    names = set()
+    for entry in file.read_text(encoding="utf-8", errors="replace").split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in entry.splitlines() if line[:1].isalpha() and ": " in line)
+        if fields.get("Status", "").endswith(" installed"):
+            names.add(fields.get("Package", ""))
+    return frozenset(names)
