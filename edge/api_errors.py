@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from starsd.shared.errors import CapacityError, ContextOverflowError, UsageError
+from starsd.shared.errors import CapacityError, ContextOverflowError, GrammarError, UsageError
 
 INVALID = "invalid_request_error"
 INTERNAL = 500
@@ -88,6 +88,8 @@ def from_starsd(error: Exception) -> ApiError:
             return ApiError(str(error), code="context_length_exceeded")
         case CapacityError():
             return full(1.0, str(error))
+        case GrammarError():
+            return ApiError(str(error), param="response_format")
         case UsageError():
             return ApiError(str(error))
     return internal()

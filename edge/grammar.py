@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from starsd.edge import grammar_rules
 from starsd.edge.grammar_rules import first_line
 from starsd.edge.text import Text, shared_length
-from starsd.shared.errors import UsageError
+from starsd.shared.errors import GrammarError
 
 _REMEMBERED = 128  # positions whose masks are kept, some kilobytes each
 _TABLES: weakref.WeakKeyDictionary[Text, LLTokenizer] = weakref.WeakKeyDictionary()
@@ -147,8 +147,9 @@ class Matcher:
 
     def _must_work(self) -> None:
         if self._matcher.is_error():
-            raise UsageError(
-                f"grammar cannot be followed behind {len(self._path)} tokens: {first_line(self._matcher.get_error())}"
+            said = first_line(self._matcher.get_error())
+            raise GrammarError(
+                f"grammar cannot be followed behind {len(self._path)} tokens, expected a simpler one: {said}"
             )
 
 

@@ -69,10 +69,13 @@ def root(table: LLTokenizer, rules: str, what: str) -> LLMatcher:
     return made
 
 
+_NO_DETAILS = "<non-verbose/>"  # what the library ends its messages with
+
+
 def first_line(message: str) -> str:
     """All of a library's message on one line, its drawings left out."""
     lines = [line.strip() for line in message.splitlines()]
-    said = "; ".join(line for line in lines if line and not set(line) <= set("^ |~"))
+    said = "; ".join(line for line in lines if line and not (set(line) <= set("^ |~") or line == _NO_DETAILS))
     return said if len(said) <= 300 else f"{said[:297]}…"
 
 

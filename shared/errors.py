@@ -46,6 +46,10 @@ class ContextOverflowError(UsageError):
     """More tokens than the context holds."""
 
 
+class GrammarError(UsageError):
+    """A grammar turned out to be more than can be enforced, behind some tokens of an answer."""
+
+
 class CapacityError(UsageError):
     """A configured limit is reached."""
 

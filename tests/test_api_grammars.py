@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -151,3 +152,21 @@ def test_a_client_that_leaves_ends_its_trial(place: Served, monkeypatch: pytest.
     place.chat(**body({"enum": ["no"]}))  # which waits for the trial
     assert time.monotonic() - began < 20
     assert waiting(place) == 0
+
+
+def test_a_schema_that_proves_too_wide_within_an_answer_names_the_field(place: Served) -> None:
+    wide = [
+        {"type": "object", "properties": {f"k{i}": {"type": "integer"}}, "required": [f"k{i}"]} for i in range(3000)
+    ]
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["ab"]}, "x": {"anyOf": wide}},
+        "required": ["name", "x"],
+        "additionalProperties": False,
+    }
+    status, _, answer = place.ask("POST", CHAT, body(schema, max_tokens=40))
+    assert (status, answer["error"]["param"]) == (400, "response_format")
+    assert re.match(
+        r"grammar cannot be followed behind \d+ tokens, expected a simpler one: ", answer["error"]["message"]
+    )
+    assert "verbose" not in answer["error"]["message"]

@@ -331,7 +331,7 @@ def test_a_grammar_of_another_text_is_refused(text: Text, tmp_path: Path) -> Non
 
 def test_a_path_that_the_grammar_forbids_is_no_crash(text: Text) -> None:
     matcher = Grammar.regex(text, "a+").matcher()
-    with pytest.raises(UsageError, match=r"^grammar cannot be followed behind 0 tokens: "):
+    with pytest.raises(UsageError, match=r"^grammar cannot be followed behind 0 tokens, expected a simpler one: "):
         matcher.allowed([EOS + 1])
 
 
