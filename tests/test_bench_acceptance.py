@@ -148,7 +148,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = target_folder(base / "target", initializer_range=0.2)
     (base / "head").mkdir()
     ids = list(range(0, VOCAB, 2))
-    save_head(base / "head", fresh_head(source, ids), Checkpoint(source), np.array(ids))
+    save_head(base / "head", fresh_head(source, ids), Checkpoint(source), np.array(ids), 512)
     export(source, base / "bundle")
     (base / "mine.jsonl").write_text(
         '{"id": 1, "turns": ["Is this so?"]}\n{"id": 2, "prompt": "the user said it is"}\n'

@@ -27,7 +27,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     target = target_folder(base / "target", initializer_range=0.2)
     draft = DRAFT if request.param == "mapped" else list(range(VOCAB))
     (base / "head").mkdir()
-    save_head(base / "head", fresh_head(target, draft), Checkpoint(target), np.array(draft))
+    save_head(base / "head", fresh_head(target, draft), Checkpoint(target), np.array(draft), 512)
     return base / "head", target, draft
 
 

@@ -35,7 +35,7 @@ def test_weights_are_the_earlier_heads_but_for_tokens_it_did_not_know(source: Ch
     with torch.no_grad():
         for parameter in earlier.parameters():
             parameter.add_(0.125)
-    save_head(tmp_path, earlier, source, earlier_ids)
+    save_head(tmp_path, earlier, source, earlier_ids, 512)
     head, untouched = new_head(source, ids, seed=6), new_head(source, ids, seed=6)
     assert start_from(head, tmp_path, ids) == 24
     stored = load_file(tmp_path / "model.safetensors")
@@ -53,7 +53,7 @@ def test_a_folder_that_is_no_such_head_is_refused(source: Checkpoint, tmp_path: 
     head = new_head(source, ids, seed=1)
     with pytest.raises(ModelError, match=r"model.safetensors cannot be read: "):
         start_from(head, tmp_path, ids)
-    save_head(tmp_path, head, source, ids)
+    save_head(tmp_path, head, source, ids, 512)
     whole = load_file(tmp_path / "model.safetensors")
     save_file({**whole, "fc.weight": torch.zeros(3, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"has fc.weight \[3, 4\], expected \[\d+, \d+\]: it is another target's"):
