@@ -18,6 +18,7 @@ from tiny_model import export, write_folder
 from torch_helpers import tokens
 
 from starsd.edge import target_tensorrt
+from starsd.edge.runtime import Runtime
 from starsd.edge.target import Target, open_target
 from starsd.edge.target_onnx import OnnxTarget
 from starsd.edge.target_onnx import open_bundle as open_onnx
@@ -348,3 +349,11 @@ def test_tensors_of_the_host_are_refused(bundle: Path, machine: Machine, monkeyp
 def test_the_registry_opens_it(bundle: Path, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(open_target("tensorrt", bundle, ENGINE), TensorrtTarget)
     assert capsys.readouterr().err == ""
+
+
+def test_a_runtime_takes_the_engine_that_was_built_here(bundle: Path, machine: Machine) -> None:
+    with Runtime.open(str(bundle), engine=ENGINE) as runtime:
+        assert isinstance(runtime.session().target, TensorrtTarget)
+    shutil.rmtree(bundle / FOLDER)
+    with Runtime.open(str(bundle), engine=ENGINE) as runtime:
+        assert isinstance(runtime.session().target, OnnxTarget)
