@@ -18,6 +18,6 @@ step() {
 }
 step "style and types" bash scripts/check.sh
 step "tests" pytest -n 2 --dist loadfile -m 'not model and not fresh and not ort123 and not arm64'
-step "tests of the default model" pytest -m 'model and not fresh and not arm64'
+step "tests of the default model" pytest -m 'model and not fresh and not arm64 and not exports'
 step "tests in a fresh environment" pytest -m fresh
 step "tests on the oldest onnxruntime" pytest -m ort123

@@ -60,6 +60,7 @@ def test_fp32_writes_what_ort_writes(
         assert got == expected
 
 
+@pytest.mark.exports
 @pytest.mark.parametrize("flavour", FLAVOURS[1:])
 @pytest.mark.parametrize(("precision", "top1", "kl"), [("int8", 0.95, 0.01), ("int4", 0.97, 0.003)])
 def test_manifests_promise_enough(
