@@ -172,8 +172,9 @@ def start_demo(folder: Path, *options: str, **variables: str) -> subprocess.Pope
     (folder / "scripts").mkdir()
     (folder / "scripts" / "setup.sh").write_text('echo set up >>"$LOG"')
     shutil.copy(ROOT / "scripts" / "demo.sh", folder / "scripts")
+    # whoever runs the tests may ignore SIGINT, and what is started would, too
     return subprocess.Popen(
-        ["bash", str(folder / "scripts" / "demo.sh"), *options],
+        ["env", "--default-signal=INT", "bash", str(folder / "scripts" / "demo.sh"), *options],
         env={**os.environ, "LOG": str(folder / "log"), **variables},
         stdout=subprocess.PIPE,
         text=True,
