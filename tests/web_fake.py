@@ -92,8 +92,8 @@ class Fake:
         self.server.shutdown()
         self.server.server_close()
         for connection in list(self.connections):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # its handler may just have closed it
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 connection.shutdown(socket.SHUT_RD)  # else one that waits for its next request would get an answer
             connection.close()
 
