@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from starsd.shared import manifest
-from starsd.shared.config import DEFAULT_PRECISION, PRECISIONS
+from starsd.shared.config import DEFAULT_PRECISION, FLAVOURS, PRECISIONS
 from starsd.shared.errors import BundleError, MissingExtraError, ModelError, OutdatedBundleError, UsageError
 from starsd.shared.home import parse_ref
 
 FLAVOUR = "ort"
 STDERR = 2
+_BUNDLE_NAME = re.compile(rf"(.+)/({'|'.join(FLAVOURS)})-({'|'.join(PRECISIONS)})")
 EXPORT_MODULES = ("onnx", "safetensors", "gguf")  # what the export extra brings
 
 
 def ensure_bundle(model: str, precision: str | None = None) -> Path:
-    """The folder of a complete bundle of `model`, which is a reference or already such a folder.
+    """The folder of a complete bundle of `model`: a reference, or already such a folder or its name in the store.
 
-    Without `precision`: the default, or whatever a folder holds. Raises UsageError for an unknown model or precision,
+    Without `precision`: the default, or whatever a folder holds. What is exported is of flavour `ort`; bundles of the
+    others are named: model/flavour-precision. Raises UsageError for an unknown model or precision,
     BundleError when the bundle is damaged or of another precision, ModelError when the export failed, and
     MissingExtraError when this machine cannot export.
     """
     if precision is not None and precision not in PRECISIONS:
         raise UsageError(f"precision is {precision!r}, expected one of {', '.join(PRECISIONS)}")
-    given = Path(model).expanduser()
-    if (given / manifest.FILE_NAME).is_file():
+    if (given := manifest.find(model)) is not None:
         found = manifest.read(given).precision
         if precision not in (None, found):
             raise BundleError(f"{given} is a bundle in {found}, expected {precision}")
         return given
-    if given.is_dir():
-        _must_be_a_model(given)
+    if Path(model).expanduser().is_dir():
+        _must_be_a_model(Path(model).expanduser())
+    elif named := _BUNDLE_NAME.fullmatch(model):
+        name, flavour, of = named.groups()
+        export = f"starsd-export onnx {name} --flavour {flavour} --precision {of}"
+        raise UsageError(f"bundle {model} is not here, expected a name that starsd models list shows: run {export}")
     wanted = precision or DEFAULT_PRECISION
     folder = parse_ref(model).bundle(FLAVOUR, wanted)
     if not (folder / manifest.FILE_NAME).is_file():

@@ -77,7 +77,11 @@ def export_tensorrt(
     Raises UsageError for a bundle of a flavour that this TensorRT does not take and for options out of range,
     DeviceError without TensorRT, GPU or memory enough, BundleError for a bundle that is damaged or does not build.
     """
-    folder = find_bundle(bundle)
+    if (found := manifest.find(bundle)) is None:
+        raise UsageError(
+            f"bundle {bundle!r} is unknown, expected a bundle's folder or a name that starsd models list shows"
+        )
+    folder = found.resolve()
     about = manifest.read(folder)
     trt = load_tensorrt()
     _check_flavour(about, trt, bundle)
@@ -97,15 +101,6 @@ def export_tensorrt(
     manifest.read(folder, verify=True)  # the record will vouch for these bytes
     record = _build(trt, folder, about, key, progress)
     return _report(folder, record, True, why, forecast)
-
-
-def find_bundle(text: str) -> Path:
-    """A bundle's folder, given by itself or by the name that `starsd models list` shows: model/flavour-precision."""
-    given, stored = Path(text).expanduser(), home() / "bundles" / text
-    for folder in (given, stored):
-        if (folder / manifest.FILE_NAME).is_file():
-            return folder.resolve()
-    raise UsageError(f"bundle {text!r} is unknown, expected a bundle's folder or a name that starsd models list shows")
 
 
 def _check_flavour(about: Manifest, trt: Any, bundle: str) -> None:

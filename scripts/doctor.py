@@ -210,9 +210,9 @@ def _machine_problems(report: Report, existing: Path) -> Iterator[Problem]:
 
 def _try_model(model: str, problems: list[Problem]) -> tuple[float | None, float | None]:
     """Check every byte of the model's bundle and open it; the noise its engine measures then."""
-    folder = Path(model).expanduser()
+    folder = manifest.find(model)
     try:
-        if not (folder / manifest.FILE_NAME).is_file():
+        if folder is None:
             ref = parse_ref(model)
             folder = ref.bundle("ort", DEFAULT_PRECISION)
             if not (folder / manifest.FILE_NAME).is_file():

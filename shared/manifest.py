@@ -10,6 +10,7 @@ import msgspec
 
 from starsd.shared.config import FLAVOURS, PRECISIONS
 from starsd.shared.errors import BundleError, OutdatedBundleError
+from starsd.shared.home import home
 
 FORMAT = 2
 FILE_NAME = "manifest.json"
@@ -106,6 +107,12 @@ def write(manifest: Manifest, folder: Path) -> None:
     except msgspec.ValidationError as error:
         raise BundleError(f"a manifest cannot be written: {error}") from error
     (folder / FILE_NAME).write_bytes(raw + b"\n")
+
+
+def find(text: str) -> Path | None:
+    """A bundle's folder, given by itself or by the name that `starsd models list` shows: model/flavour-precision."""
+    given, stored = Path(text).expanduser(), home() / "bundles" / text
+    return next((folder for folder in (given, stored) if (folder / FILE_NAME).is_file()), None)
 
 
 def read(folder: Path, *, verify: bool = False) -> Manifest:

@@ -87,6 +87,17 @@ def test_a_bundle_at_home_is_found_and_checked(starsd_home: Path, exporter: Call
     assert calls == []
 
 
+def test_a_bundle_at_home_goes_by_its_name(starsd_home: Path, exporter: Callable[[str], list[list[str]]]) -> None:
+    calls = exporter("raise SystemExit(9)")
+    folder = write_bundle(starsd_home / "bundles" / "smollm2-135m" / "portable-fp32", "fp32")
+    assert ensure_bundle("smollm2-135m/portable-fp32") == folder
+    with pytest.raises(BundleError, match=r"portable-fp32 is a bundle in fp32, expected int8$"):
+        ensure_bundle("smollm2-135m/portable-fp32", "int8")
+    with pytest.raises(UsageError, match=r"^bundle smollm2.* is not here, .* --flavour portable --precision int4"):
+        ensure_bundle("smollm2-135m/portable-int4")
+    assert calls == []
+
+
 def test_a_missing_bundle_is_exported_first(
     starsd_home: Path, exporter: Callable[[str], list[list[str]]], capfd: pytest.CaptureFixture[str]
 ) -> None:
