@@ -68,6 +68,11 @@ class Recordings:
     header: Header
     runs: tuple[Recording, ...]
 
+    def turned(self, share: float) -> list[Recording]:
+        """All runs, beginning behind the first `share` of them, so that edges say different things."""
+        first = int(share * len(self.runs))
+        return [*self.runs[first:], *self.runs[:first]]
+
 
 def record_run(
     target: Target, id: str | int, prompt: Sequence[int], eos: Sequence[int], max_new_tokens: int

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from starsd.scripts import bench_acceptance, bench_drafter, bench_engine, bench_link, bench_record, bench_wire
+from starsd.scripts import (
+    bench_acceptance,
+    bench_drafter,
+    bench_engine,
+    bench_link,
+    bench_record,
+    bench_star,
+    bench_wire,
+)
+from starsd.scripts.bench_options import counts
 from starsd.shared.config import DEFAULT_MODEL, PRECISIONS
 from starsd.shared.console import emit
 from starsd.shared.errors import MissingExtraError, UsageError
@@ -18,6 +27,7 @@ _DRAFTER = bench_drafter.DrafterBench()
 bench_app.command("acceptance")(bench_acceptance.command)
 bench_app.command("link")(bench_link.command)
 bench_app.command("record")(bench_record.command)
+bench_app.command("star")(bench_star.command)
 bench_app.command("wire")(bench_wire.command)
 
 
@@ -37,7 +47,7 @@ def engine(
     as_json: Json = False,
 ) -> None:
     """Target passes by row count, and plain decoding beside other engines on the same weights."""
-    for row in bench_engine.run(model, precision, _counts("rows", rows), threads, peers=peers):
+    for row in bench_engine.run(model, precision, counts("rows", rows), threads, peers=peers):
         if as_json:
             emit(row)
         else:
@@ -68,7 +78,7 @@ def drafter(
     if head != bench_drafter.RANDOM and (head is None) != (target is None):
         raise UsageError("head and target go together, got only one of them")
     bench = bench_drafter.DrafterBench(
-        sessions=_counts("sessions", sessions),
+        sessions=counts("sessions", sessions),
         total=total,
         depth=depth,
         top_k=top_k,
@@ -88,14 +98,3 @@ def drafter(
         else:
             name, rate, middle = row["schedule"], row["trees_per_s"], row["tree_ms_p50"]
             print(f"{row['sessions']:3} sessions {name:8} {rate:8.1f} trees/s {middle:8.2f} ms a tree, {row['dtype']}")
-
-
-def _counts(name: str, text: str) -> tuple[int, ...]:
-    """Positive integers by commas."""
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1:
-        raise UsageError(f"{name} is {text!r}, expected positive integers by commas, such as 1,4,16")
-    return counts

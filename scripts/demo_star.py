@@ -29,7 +29,7 @@ from starsd.shared.errors import UsageError
 from starsd.shared.profiles import Profile, read_profile
 
 if TYPE_CHECKING:
-    from starsd.edge.recordings import Recording, Recordings
+    from starsd.edge.recordings import Recordings
     from starsd.scripts.demo_edges import Edge
     from starsd.scripts.demo_table import Snapshot
     from starsd.scripts.local_server import LocalServer
@@ -53,6 +53,7 @@ class Demo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompts: Path | None = None  # None: some of our own
     server: str = ""  # ws:// address of one that runs; "": one of our own
     head: Path | None = None  # of our own server; None: the packaged one
+    schedule: str = "batched"  # of our own server
 
     def __post_init__(self) -> None:
         if not 1 <= self.edges <= MOST_EDGES:
@@ -176,7 +177,7 @@ def _open(
     from starsd.scripts.link_emulator import EmulatorThread
     from starsd.scripts.local_server import LocalServer
 
-    server = stack.enter_context(LocalServer(DEFAULT_MODEL, head)) if head is not None else None
+    server = stack.enter_context(LocalServer(DEFAULT_MODEL, head, demo.schedule)) if head is not None else None
     print("opening the engine" + " and starting the server" * (server is not None), file=sys.stderr, flush=True)
     bundle = ensure_bundle(DEFAULT_MODEL)
     engine, text = open_target("onnx", bundle, Engine(threads=THREADS)), Text.open(bundle)
@@ -191,7 +192,7 @@ def _open(
             EdgeRow(number + 1, number == 0, profile.plain_tok_s),
             target,
             text,
-            _turned(recordings, number / demo.edges),
+            recordings.turned(number / demo.edges),
             profile,
             demo.policy,
             recordings.header,
@@ -200,13 +201,6 @@ def _open(
         stack.callback(edge.close)
         edges.append(edge)
     return edges, server
-
-
-def _turned(recordings: Recordings, share: float) -> list[Recording]:
-    """All runs, beginning behind the first `share` of them, so that edges say different things."""
-    runs = recordings.runs
-    first = int(share * len(runs))
-    return [*runs[first:], *runs[:first]]
 
 
 def _snapshot(demo: Demo, profile: Profile, edges: Sequence[Edge], seconds: float) -> Snapshot:

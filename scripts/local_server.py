@@ -21,11 +21,12 @@ class LocalServer:
     It has a session of its own, so that Ctrl-C goes to us alone, who then end it.
     """
 
-    def __init__(self, model: str, head: Path) -> None:
+    def __init__(self, model: str, head: Path, schedule: str = "batched") -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the server
         argv = [sys.executable, "-m", "starsd.server.cli", "run", "--model", f"{model}={head}", "--dev", "--port", "0"]
+        argv += ["--schedule", schedule, "--json"]
         self._child = subprocess.Popen(
-            [*argv, "--json"],
+            argv,
             stdout=subprocess.PIPE,
             stderr=self._said,
             stdin=subprocess.DEVNULL,

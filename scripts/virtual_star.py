@@ -14,6 +14,7 @@ from starsd.edge.channel import Channel
 from starsd.scripts.link_model import LinkSettings
 from starsd.scripts.virtual_clock import VirtualClock
 from starsd.scripts.virtual_link import VirtualLink, VirtualWay
+from starsd.scripts.virtual_queue import Queue
 from starsd.server.drafter import Total
 from starsd.server.limits import LIMITS, ServerLimits
 from starsd.server.peer import Peer
@@ -23,7 +24,7 @@ from starsd.server.service import Service
 from starsd.server.sessions import GONE, Sessions
 from starsd.shared import codec
 from starsd.shared.errors import ProtocolError, RemoteProtocolError
-from starsd.shared.messages import Message, Stats
+from starsd.shared.messages import Features, Message, Stats, Verdict
 
 FULL_SECONDS = 0.005  # until a link whose queue was full is looked at again
 GATEWAY_SECONDS = 0.0005  # from a frame's arrival to the drafter, and back again
@@ -38,20 +39,26 @@ class ChargedDrafter:
 
     def __init__(self, drafter: Drafting, clock: VirtualClock, seconds: Callable[[int, int], float]) -> None:
         self._drafter, self._clock, self._seconds = drafter, clock, seconds
+        self.busy_seconds = 0.0
 
     def open(self, *, projected: bool = False) -> Any:
         return self._drafter.open(projected=projected)
 
     def advance(self, work: Sequence[tuple[Any, int]], total: Total = None) -> int:
         rows = self._drafter.advance(work, total)
-        self._clock.sleep(self._seconds(rows, len(work)))
+        self._charge(rows, len(work))
         return rows
 
     def trees(self, sessions: Sequence[Any], shape: Any) -> Any:
         drafts = self._drafter.trees(sessions, shape)
         for _ in range(shape.depth + 1):
-            self._clock.sleep(self._seconds(shape.top_k * len(sessions), len(sessions)))
+            self._charge(shape.top_k * len(sessions), len(sessions))
         return drafts
+
+    def _charge(self, rows: int, sessions: int) -> None:
+        seconds = self._seconds(rows, sessions)
+        self.busy_seconds += seconds
+        self._clock.sleep(seconds)
 
 
 @dataclass(eq=False)
@@ -77,7 +84,8 @@ class VirtualServer:
         self._lines: dict[bytes, _Line] = {}
         self._orders: list[Callable[[], None]] = []
         self.sessions = Sessions(heads, self._answer, limits)
-        self.service = Service(self.sessions, schedule(order, limits), self._inbox, clock)
+        self.queue = Queue(schedule(order, limits), clock)
+        self.service = Service(self.sessions, self.queue, self._inbox, clock)
         clock.spawn(lambda: self.service.run(until=self._tend), "server", daemon=True)
 
     def connect(self, name: bytes, way: VirtualWay, arrive: Arrive, hang_up: Callable[[], None]) -> None:
@@ -134,6 +142,8 @@ class VirtualServer:
             message: Any = codec.decode(frame, lambda session: self.sessions.layout_of(name, session))
         except ProtocolError as error:
             message = error
+        if isinstance(message, Verdict | Features):
+            self.queue.arrived(name, message.session)
         self._inbox.put((name, message))
 
     def _answer(self, name: bytes, message: Message) -> None:
