@@ -1,6 +1,6 @@
 """A TCP proxy that is a long, thin or broken link: `link_model` between real sockets, changeable while it runs.
 
-    async with LinkEmulator("127.0.0.1", 8765, LinkSettings(rtt_ms=80)) as link:    # or EmulatorThread, without await
+    async with LinkEmulator("127.0.0.1", 7600, LinkSettings(rtt_ms=80)) as link:    # or EmulatorThread, without await
         connect to link.port … link.set(rtt_ms=500) … link.cut("hole") … link.cut("none")
 
 Every connection is a link of its own. Buffers are bounded: the proxy reads nothing that does not fit into the queue of
