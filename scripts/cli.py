@@ -11,6 +11,7 @@ from starsd.scripts.bench import bench_app
 from starsd.scripts.demo import demo
 from starsd.scripts.doctor import doctor
 from starsd.scripts.link_command import link_emulator
+from starsd.scripts.plan import command as plan
 from starsd.shared.config import DEFAULT_MODEL
 from starsd.shared.console import StderrProgress, emit, run
 
@@ -26,6 +27,7 @@ app.add_typer(bench_app, name="bench")
 app.command()(demo)
 app.command()(doctor)
 app.command("link-emulator")(link_emulator)
+app.command("plan")(plan)
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line on stdout.")]
 

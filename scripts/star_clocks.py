@@ -26,7 +26,7 @@ Measure = Callable[[int, str, Policy], dict[str, Any]]  # so many targets, by th
 
 def on_virtual_clock(star: Star, head: VirtualHead, recordings: Recordings, seconds: float) -> Measure:
     def measure(count: int, schedule: str, policy: Policy) -> dict[str, Any]:
-        return _measure(msgspec.structs.replace(star, schedule=schedule), head, recordings, count, seconds, policy)
+        return simulate(msgspec.structs.replace(star, schedule=schedule), head, recordings, count, seconds, policy)
 
     return measure
 
@@ -59,16 +59,25 @@ class _Tally:
     seconds: float = 0.0
 
 
-def _measure(
-    star: Star, head: VirtualHead, recordings: Recordings, count: int, seconds: float, policy: Policy
+def simulate(
+    star: Star,
+    head: VirtualHead,
+    recordings: Recordings,
+    count: int,
+    seconds: float,
+    policy: Policy,
+    *,
+    connected: bool = True,
 ) -> dict[str, Any]:
+    """The star for `seconds` on a virtual clock; not `connected`: every edge is alone with its own drafts."""
     tallies = [_Tally() for _ in range(count)]
     with VirtualClock() as clock:
         drafter = head.on(clock, star.limits, star.cost)
         server = VirtualServer(clock, [drafter], star.limits, star.schedule)
         for number, tally in enumerate(tallies):
             edge = VirtualEdge(star, server, head, recordings, policy, number)
-            edge.line.connect()
+            if connected:
+                edge.line.connect()
             runs = recordings.turned(number / count)
             clock.spawn(
                 lambda edge=edge, tally=tally, runs=runs, number=number: _work(  # type: ignore[misc]

@@ -8,48 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bigram import FINGERPRINT, bigram_head
-from star import DEVICE, LIMITS, MODEL, PROMPT, MarkedDrafter, MarkedTarget
-from tiny_session import EOS
+from star import DEVICE, LIMITS
+from toy_recordings import ToyHead, toy_recordings
 
 from starsd.edge.policy import Policy
-from starsd.edge.recordings import Header, Recordings, Run, record_run
+from starsd.edge.recordings import Recordings
 from starsd.scripts import demo_star
 from starsd.scripts.bench_star import StarBench, run
 from starsd.scripts.cli import main
 from starsd.scripts.demo_star import Demo
 from starsd.scripts.link_model import LinkSettings
 from starsd.scripts.star_clocks import on_real_clock, on_virtual_clock
-from starsd.scripts.virtual_clock import VirtualClock
 from starsd.scripts.virtual_edge import Star
 from starsd.scripts.virtual_head import DraftCost
-from starsd.scripts.virtual_star import ChargedDrafter
-from starsd.server.limits import ServerLimits
-from starsd.server.served import Head
-
-
-class ToyHead:
-    """What `VirtualHead` is to a real head."""
-
-    projector = None
-
-    def on(self, clock: VirtualClock, limits: ServerLimits, cost: DraftCost) -> Head:
-        return bigram_head(ChargedDrafter(MarkedDrafter(limits.slots, limits.window), clock, cost.seconds))
 
 
 @pytest.fixture(scope="module")
 def recordings() -> Recordings:
-    runs = tuple(record_run(MarkedTarget(), i, [*PROMPT, i], [EOS], 40) for i in range(4))
-    about = Header(
-        model="toy",
-        fingerprint=FINGERPRINT,
-        precision="fp32",
-        shape=MODEL.shape,
-        features=MODEL.features,
-        eos=(EOS,),
-        runs=tuple(Run(run.id, run.prompt, len(run.tokens), run.ended) for run in runs),
-    )
-    return Recordings(about, runs)
+    return toy_recordings()
 
 
 def rows_of(recordings: Recordings, cost: DraftCost, **bench: Any) -> list[dict[str, Any]]:
