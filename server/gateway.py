@@ -2,7 +2,7 @@
 
 GET /              the WebSocket (`docs/protocol.md`); Authorization: Bearer TOKEN, unless there are no tokens
 GET /projector/H   the file that projects features for head H on the edge
-GET /health        JSON for people and probes; needs no token
+GET /health        JSON for people and probes; without a token only whether there is a drafter
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ssl
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection, serve
@@ -149,9 +150,9 @@ class Gateway:
 
     def _request(self, websocket: ServerConnection, request: Request) -> Response | None:
         """Answer what is no WebSocket, and let in only whose token is known."""
-        if request.path == "/health":
-            return self._health()
         device = "" if self.tokens is None else device_of(request.headers.get("Authorization"), self.tokens)
+        if request.path == "/health":
+            return self._health(known=device is not None)
         if device is None:
             refusal = _response(http.HTTPStatus.UNAUTHORIZED, b"unknown token, expected Authorization: Bearer TOKEN\n")
             refusal.headers["WWW-Authenticate"] = "Bearer"
@@ -171,18 +172,21 @@ class Gateway:
                 return _response(http.HTTPStatus.OK, Path(file).read_bytes(), "application/octet-stream")
         return _response(http.HTTPStatus.NOT_FOUND, b"no such head\n")
 
-    def _health(self) -> Response:
+    def _health(self, *, known: bool) -> Response:
+        """For a probe, whether there is a drafter; how many draw on it, and how they fare, for who is `known`."""
         workers = self._workers()
         ready = any(worker.ready is not None for worker in workers) and not self._draining
-        state = {
-            "status": "ok" if ready else "unavailable",
-            "server": SERVER,
-            "connections": len(self._lines),
-            "sessions": sum(len(line.peer.connection.sessions) for line in self._lines.values()),
-            "heads": [head.model for head in self.heads()],
-            "edges": fleet(line.peer.figures for line in self._lines.values()),
-            "workers": [{"ready": worker.ready is not None, **worker.figures} for worker in workers],
-        }
+        state: dict[str, Any] = {"status": "ok" if ready else "unavailable"}
+        if known:
+            lines = self._lines.values()
+            state |= {
+                "server": SERVER,
+                "connections": len(lines),
+                "sessions": sum(len(line.peer.connection.sessions) for line in lines),
+                "heads": [head.model for head in self.heads()],
+                "edges": fleet(line.peer.figures for line in lines),
+                "workers": [{"ready": worker.ready is not None, **worker.figures} for worker in workers],
+            }
         status = http.HTTPStatus.OK if ready else http.HTTPStatus.SERVICE_UNAVAILABLE
         return _response(status, msgspec.json.encode(state) + b"\n", "application/json")
 

@@ -308,7 +308,10 @@ def test_tokens_decide_who_comes_in(model: ModelHead, tmp_path: Path) -> None:
         http = url.replace("ws://", "http://")
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{http}/projector/{head.head}")
-        assert health(url)["status"] == "ok"  # for probes, which have no token
+        assert health(url) == {"status": "ok"}  # for probes, which have no token
+        asked = urllib.request.Request(f"{http}/health", headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(asked) as answer:
+            assert json.loads(answer.read())["connections"] == 1
         edge.close()
 
 
