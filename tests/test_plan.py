@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from star import DEVICE, LIMITS
-from toy_recordings import ToyHead, toy_recordings
+from toy_recordings import ToyHead, record_one, toy_recordings
 
 from starsd.edge.policy import Policy
 from starsd.scripts.cli import main
@@ -68,11 +68,7 @@ def test_numbers_of_devices_are_numbers(capsys: pytest.CaptureFixture[str]) -> N
 def test_rows_for_the_real_head(
     smollm2_bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"id": 1, "prompt": "Count from one to twelve."}\n')
-    out, bundle = tmp_path / "r.npz", smollm2_bundle("int8")
-    argv = ["bench", "record", "--model", str(bundle), "--prompts", str(prompts), "--out", str(out)]
-    assert main([*argv, "--max-new-tokens", "32"]) == 0
+    out = record_one(smollm2_bundle("int8"), tmp_path)
     capsys.readouterr()
     assert main(["plan", "--recording", str(out), "--rtt", "20", "--n", "1,1000", "--json"]) == 0
     one, many = (json.loads(line) for line in capsys.readouterr().out.splitlines())

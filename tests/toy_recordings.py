@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from bigram import FINGERPRINT, bigram_head
 from star import MODEL, PROMPT, MarkedDrafter, MarkedTarget
 from tiny_session import EOS
 
 from starsd.edge.recordings import Header, Recordings, Run, record_run
+from starsd.scripts.cli import main
 from starsd.scripts.virtual_clock import VirtualClock
 from starsd.scripts.virtual_head import DraftCost
 from starsd.scripts.virtual_star import ChargedDrafter
@@ -35,3 +38,12 @@ def toy_recordings() -> Recordings:
         runs=tuple(Run(run.id, run.prompt, len(run.tokens), run.ended) for run in runs),
     )
     return Recordings(about, runs)
+
+
+def record_one(bundle: Path, folder: Path) -> Path:
+    """A short answer of a real engine, recorded."""
+    prompts, out = folder / "prompts.jsonl", folder / "recording.npz"
+    prompts.write_text('{"id": 1, "prompt": "Count from one to twelve."}\n')
+    argv = ["bench", "record", "--model", str(bundle), "--prompts", str(prompts), "--max-new-tokens", "32"]
+    assert main([*argv, "--out", str(out)]) == 0
+    return out
