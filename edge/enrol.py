@@ -6,21 +6,28 @@ nothing else would change.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import sys
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
-from starsd.shared.config import DEFAULT_MODEL, PRECISIONS
+from starsd.edge.api_settings import SHORTEST_KEY
+from starsd.shared.config import DEFAULT_MODEL, FLAVOURS, PRECISIONS
 from starsd.shared.errors import UsageError
+from starsd.shared.home import PINNED_MODELS
 
 DEVICE_FILE = "etc/starsd/device.json"  # below the root of the device's file system; 0600
 _HOSTNAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)")
 _WORD = re.compile(r"[!-~]+")  # what systemd passes on as one argument unchanged, quotes and such aside
 _UNSAFE = set("\"'\\$%;")
-_SERVER = re.compile(r"wss?://[^\s/]+")
+_HERE = ("localhost", "127.0.0.1", "::1")
+_LONGEST_TOKEN = 1024  # that edge/link.py sends
+_BUNDLE = re.compile(rf"\w[\w.-]*/(?:{'|'.join(FLAVOURS)})-({'|'.join(PRECISIONS)})")
+_HUB = re.compile(r"hf:[\w.-]+/[\w.-]+")
 
 
 class Wifi(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,22 +106,59 @@ def check_device(device: Device, source: str) -> None:
     """Raises UsageError, naming `source` and the key, for a value that cannot be."""
     if device.hostname and not _HOSTNAME.fullmatch(device.hostname):
         raise UsageError(f"{source}: hostname is {device.hostname[:80]!r}, expected a-z, 0-9 and dashes, up to 63")
-    if device.server and not _SERVER.fullmatch(device.server):
-        raise UsageError(f"{source}: server is {device.server[:80]!r}, expected ws://host:port or wss://host:port")
+    if "@" in device.server:  # a password, which no message may say
+        raise UsageError(f"{source}: server has more than an address, expected the like of wss://host:port and a token")
     if device.precision and device.precision not in PRECISIONS:
         raise UsageError(f"{source}: precision is {device.precision[:80]!r}, expected one of {', '.join(PRECISIONS)}")
     for key in ("server", "model", "listen"):
         value = getattr(device, key)
         if value and (not _WORD.fullmatch(value) or set(value) & _UNSAFE):
             raise UsageError(f"{source}: {key} is {value[:80]!r}, expected no spaces, quotes or any of $ % ; \\")
-    for key in ("token", "api_key"):
+    for key, least, most in (("token", 1, _LONGEST_TOKEN), ("api_key", SHORTEST_KEY, 4096)):
         value = getattr(device, key)
-        if value and not _WORD.fullmatch(value):
-            raise UsageError(f"{source}: {key} has {len(value)} characters, expected printable ASCII without spaces")
-    if device.listen not in ("127.0.0.1", "::1", "localhost") and not device.api_key:
+        if value and not (_WORD.fullmatch(value) and least <= len(value) <= most):
+            raise UsageError(
+                f"{source}: {key} has {len(value)} characters, expected {least} to {most} of printable ASCII, no spaces"
+            )
+    if device.server:
+        _check_server(device, source)
+    _check_model(device, source)
+    if device.listen != "localhost":
+        try:
+            ipaddress.ip_address(device.listen)
+        except ValueError:
+            raise UsageError(f"{source}: listen is {device.listen[:80]!r}, expected an address") from None
+    if device.listen not in _HERE and not device.api_key:
         raise UsageError(f"{source}: listen is {device.listen!r}, which lets others in: expected an api_key too")
     if device.wifi is not None:
         _check_wifi(device.wifi, source)
+
+
+def _check_server(device: Device, source: str) -> None:
+    """As edge/link.py takes it, and without a password: it is in the service's command line and in edge.env."""
+    try:
+        parts = urlsplit(device.server)
+        plain = parts.scheme in ("ws", "wss") and parts.hostname and parts.port != 0
+    except ValueError:  # brackets that do not match, a port that is none
+        raise UsageError(f"{source}: server is no address, expected ws://host:port or wss://host:port") from None
+    if parts.query or parts.fragment:
+        raise UsageError(f"{source}: server has more than an address, expected the like of wss://host:port and a token")
+    if not plain:
+        raise UsageError(f"{source}: server is {device.server[:80]!r}, expected ws://host:port or wss://host:port")
+    if device.token and parts.scheme == "ws" and parts.hostname not in _HERE:
+        raise UsageError(f"{source}: server is {device.server[:80]!r}, expected wss:// where a token is sent")
+
+
+def _check_model(device: Device, source: str) -> None:
+    """As edge/bundle.py takes it; whether the device will have such a folder is not known here."""
+    model, named = device.model, _BUNDLE.fullmatch(device.model)
+    if not (model in PINNED_MODELS or _HUB.fullmatch(model) or named or model.startswith("/")):
+        raise UsageError(
+            f"{source}: model is {model[:80]!r}, expected one of {', '.join(PINNED_MODELS)}, hf:org/name, "
+            "model/flavour-precision or an absolute path"
+        )
+    if named and device.precision not in ("", named[1]):
+        raise UsageError(f"{source}: precision is {device.precision}, expected {named[1]} for model {model}")
 
 
 def _check_wifi(wifi: Wifi, source: str) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from starsd.edge import image_manifest
 from starsd.edge.enrol import DEVICE_FILE
 from starsd.edge.l4t import Bsp
 from starsd.edge.l4t_boards import QSPI, Board, check_release, config_of, driver_problem, storage_of
 from starsd.edge.l4t_command import Command
-from starsd.shared.errors import UsageError
+from starsd.shared.errors import BundleError, UsageError
 
 TOOL = "tools/kernel_flash/l4t_initrd_flash.sh"
 ROOT_TOOL = "l4t_initrd_flash.sh"  # where R38 and later have it, and what their guide calls
@@ -96,10 +97,24 @@ def _notices(bsp: Bsp, board: Board, config: str, commands: tuple[Command, ...])
     needed = [command.argv[0].removeprefix("./"), f"{config}.conf"]
     needed += [board.layout] if board.layout in command.argv else []
     found = [f"{bsp.folder / name} is missing: unpack the whole package" for name in needed if not _is(bsp, name)]
-    if not (bsp.rootfs / "etc/starsd/image.json").is_file():
-        found.append(f"{bsp.rootfs} holds no image of starsd: make one with starsd-edge image build")
+    found += _about_image(bsp, board)
     if len(commands) > 1 and _is(bsp, f"rootfs/{DEVICE_FILE}"):
         found.append(f"{bsp.rootfs} holds one device's file: all boards get its name and its token")
+    return found
+
+
+def _about_image(bsp: Bsp, board: Board) -> list[str]:
+    try:
+        image = image_manifest.read(bsp.rootfs)
+    except BundleError as error:
+        return [str(error)]
+    if image is None:
+        return [f"{bsp.rootfs} holds no image of starsd: make one with starsd-edge image build"]
+    found = []
+    if not image.finished:
+        found.append(f"{bsp.rootfs} holds an image whose build was stopped: build it again")
+    if image.board != board.name:
+        found.append(f"{bsp.rootfs} holds an image for {image.board}, expected one for {board.name}: build it again")
     return found
 
 

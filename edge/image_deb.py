@@ -8,13 +8,16 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import stat
 import tarfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
+from starsd.edge.image_alone import NAME as LOCK
 from starsd.edge.image_wheels import ABOUT, LIST, Wheelhouse, about, check_unchanged, requirements
+from starsd.shared.errors import UsageError
 
 EPOCH = 1_700_000_000  # of every file, unless $SOURCE_DATE_EPOCH says another second
 PACKAGE = "starsd"
@@ -23,12 +26,21 @@ INSTALLER = "usr/lib/starsd/install-release"
 UNITS = ("starsd-edge.service", "starsd-first-boot.service", "starsd-ssh-keys.service")
 COMMANDS = ("starsd", "starsd-edge")
 SLOTS = "/opt/starsd"
+NOTE = "trying"  # there, while update_slots tries a release; the package goes by nothing that was before
+FIRST_BOOT = "var/lib/starsd-first-boot"  # markers of what a first boot has done; `done` at its end
+SYSTEM = "usr/lib/systemd/system"
+SYSUSERS = "usr/lib/sysusers.d/starsd.conf"
 _POSTINST = f"""#!/bin/sh
 set -e
 [ "$1" = configure ] || exit 0
+mkdir -p {SLOTS}
+exec 9>>{SLOTS}/{LOCK}
+flock --nonblock 9 || {{ echo "an update of {SLOTS} is under way: wait for its end" >&2; exit 1; }}
+echo $$ >{SLOTS}/{LOCK}
 systemd-sysusers starsd.conf
 slot={SLOTS}/a
 [ "$(readlink {SLOTS}/current 2>/dev/null)" != a ] || slot={SLOTS}/b
+rm -f {SLOTS}/{NOTE}
 /{INSTALLER} /{WHEELHOUSE} "$slot"
 ln -sfn "${{slot##*/}}" {SLOTS}/next
 mv -T {SLOTS}/next {SLOTS}/current
@@ -50,13 +62,33 @@ case "$1" in remove|purge) rm -rf {SLOTS} ;; esac
 
 
 def epoch() -> int:
-    """Seconds since 1970 that everything we make carries; https://reproducible-builds.org/specs/source-date-epoch."""
-    return int(os.environ.get("SOURCE_DATE_EPOCH", EPOCH))
+    """Seconds since 1970 that everything we make carries; https://reproducible-builds.org/specs/source-date-epoch.
+
+    Raises UsageError for anything else in the environment.
+    """
+    said = os.environ.get("SOURCE_DATE_EPOCH", str(EPOCH))
+    if re.fullmatch("[0-9]{1,11}", said) is None:  # an ar header has room for twelve
+        raise UsageError(f"SOURCE_DATE_EPOCH is {said[:40]!r}, expected seconds since 1970")
+    return int(said)
 
 
 def unit(name: str) -> bytes:
     """A file of `edge/units`."""
     return resources.files("starsd.edge").joinpath("units", name).read_bytes()
+
+
+def settings_link(name: str) -> str:
+    """Where systemd looks for more of a unit; the package puts a link there."""
+    return f"{SYSTEM}/{name}.d/release.conf"
+
+
+def settings_target(name: str) -> str:
+    """What that link leads to: the current release's, so that an update brings its own and a way back is one link.
+
+    Relative, since `systemd-analyze --root` follows no others.
+    """
+    above = "../" * settings_link(name).count("/")
+    return f"{above}{SLOTS[1:]}/current/units/{name.removesuffix('.service')}.conf"
 
 
 def file_name(house: Wheelhouse) -> str:
@@ -102,8 +134,9 @@ def write_release(house: Wheelhouse, path: Path) -> None:
 def _contents(house: Wheelhouse) -> Iterator[tuple[str, bytes | Path | str, int]]:
     """Names, what they hold (bytes, a file to copy, or a link's target) and modes."""
     for name in UNITS:
-        yield f"usr/lib/systemd/system/{name}", unit(name), 0o644
-    yield "usr/lib/sysusers.d/starsd.conf", unit("starsd-sysusers.conf"), 0o644
+        yield f"{SYSTEM}/{name}", unit(name), 0o644
+        yield settings_link(name), settings_target(name), 0o777
+    yield SYSUSERS, unit("starsd-sysusers.conf"), 0o644
     yield INSTALLER, unit("install-release.sh"), 0o755
     for name in COMMANDS:
         yield f"usr/bin/{name}", f"{SLOTS}/current/bin/{name}", 0o777

@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from starsd.edge.enrol import DEVICE_FILE, Device, Enrolment, FromFile, read_device, run_options
+from starsd.edge.image_bundles import HOME
+from starsd.edge.image_deb import FIRST_BOOT
 from starsd.edge.image_progress import Progress, StepState, served
 from starsd.edge.image_tree import File, apply, inside
 from starsd.shared.errors import StarsdError
 
-STATE, EDGE_HOME, SERVICE_USER = "var/lib/starsd-first-boot", "/var/lib/starsd", "starsd"
+EDGE_HOME, SERVICE_USER = f"/{HOME}", "starsd"
 PROGRAMS = "/opt/starsd/current/bin"
 CREDENTIALS = "/run/credentials/starsd-edge.service"  # where systemd puts them; a variable in a variable stays text
 CLOCK_SECONDS = 90.0  # to wait for the time: without it certificates cannot be checked
 GROWABLE = ("ext4", "ext3", "ext2")
+OPEN = 0o022  # the mask of what the edge's own user is to read
 
 
 class FirstBootError(StarsdError):
@@ -40,7 +43,13 @@ class Machine:
         """The output of a program. Raises FirstBootError, with its last line, when it fails or is not there."""
         try:
             done = subprocess.run(
-                list(argv), input=give, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})}
+                list(argv),
+                input=give,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                env={**os.environ, **(env or {})},
             )
         except OSError as error:
             raise FirstBootError(f"{argv[0]} cannot be run: {(error.strerror or str(error)).lower()}") from error
@@ -50,12 +59,21 @@ class Machine:
             raise FirstBootError(f"{argv[0]} failed with status {done.returncode}: {last}")
         return done.stdout.strip()
 
-    def stream(self, argv: Sequence[str], env: dict[str, str], line: Callable[[str], None]) -> None:
-        """Run a program that takes long; its lines as they come. Raises FirstBootError as `run` does."""
+    def stream(self, argv: Sequence[str], env: dict[str, str], line: Callable[[str], None], *, umask: int = -1) -> None:
+        """Run a program that takes long, with that mask for what it makes (-1: ours); its lines as they come.
+
+        Raises FirstBootError as `run` does.
+        """
         last = "it said nothing"
         try:
             with subprocess.Popen(
-                list(argv), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}
+                list(argv),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env={**os.environ, **env},
+                umask=umask,
             ) as child:
                 assert child.stdout is not None
                 for text in child.stdout:
@@ -100,9 +118,9 @@ class FirstBoot:
 
     def run(self) -> None:
         """Do what is not done yet, then start the edge. Raises FirstBootError at the first step that fails."""
-        folder = self._machine.path(STATE)
+        folder = self._machine.path(FIRST_BOOT)
         folder.mkdir(parents=True, exist_ok=True)
-        with served(self.progress, self._device().listen, self._port) if self._port else contextlib.nullcontext():
+        with served(self.progress, self._address(), self._port) if self._port else contextlib.nullcontext():
             for state, (name, _, do) in zip(self.progress.steps, self._steps, strict=True):
                 marker = folder / name
                 if marker.exists():
@@ -121,6 +139,13 @@ class FirstBoot:
             self.progress.finished = True
         if self._machine.path("run/systemd/system").is_dir():
             self._machine.run(["systemctl", "start", "--no-block", "starsd-edge.service"])
+
+    def _address(self) -> str:
+        """Where progress is shown. A device file that cannot be read is a step's failure, which is to be shown, too."""
+        try:
+            return self._device().listen
+        except StarsdError:
+            return Device().listen
 
     def _device(self) -> Device:
         file = self._machine.path(DEVICE_FILE)
@@ -151,7 +176,11 @@ class FirstBoot:
         A device works without, so what fails here is said and no more.
         """
         try:
-            source, kind = self._machine.run(["findmnt", "--noheadings", "--output", "SOURCE,FSTYPE", "/"]).split()[:2]
+            told = self._machine.run(["findmnt", "--noheadings", "--output", "SOURCE,FSTYPE", "/"]).split()[:2]
+            if len(told) != 2:
+                self._skip(step, f"findmnt says {' '.join(told)!r} of /, expected its device and its kind")
+                return
+            source, kind = told
             if kind not in GROWABLE or not source.startswith("/dev/"):
                 self._skip(step, f"{source} is {kind}")
                 return
@@ -168,12 +197,15 @@ class FirstBoot:
 
     def _clock(self, step: StepState) -> None:
         waited = 0.0
-        while self._machine.run(["timedatectl", "show", "--property=NTPSynchronized", "--value"]) != "yes":
-            if waited >= CLOCK_SECONDS:
-                self._skip(step, "no time server answered")
-                return
-            self._machine.sleep(1.0)
-            waited += 1.0
+        try:
+            while self._machine.run(["timedatectl", "show", "--property=NTPSynchronized", "--value"]) != "yes":
+                if waited >= CLOCK_SECONDS:
+                    self._skip(step, "no time server answered")
+                    return
+                self._machine.sleep(1.0)
+                waited += 1.0
+        except FirstBootError as error:
+            self._skip(step, str(error))
 
     def _credential(self, step: StepState) -> None:
         """Split the per-device file into what the service may see, and secrets that systemd hands it."""
@@ -191,10 +223,11 @@ class FirstBoot:
             apply(root, File(path, text.encode(), mode=mode, secret=mode == 0o600, uid=os.geteuid(), gid=os.getegid()))
 
     def _compile(self, step: StepState) -> None:
-        """Byte code, since the service may not write any."""
+        """Byte code, since the service may not write any. It may read it, whatever the mask of this process is."""
         where = "import sysconfig; print(sysconfig.get_path('purelib'))"
         library = self._machine.run([f"{PROGRAMS}/python", "-c", where])
-        self._machine.stream([f"{PROGRAMS}/python", "-m", "compileall", "-q", library], {}, lambda line: None)
+        compile_all = [f"{PROGRAMS}/python", "-m", "compileall", "-q", library]
+        self._machine.stream(compile_all, {}, lambda line: None, umask=OPEN)
 
     def _model(self, step: StepState) -> None:
         """One answer, as the user that the edge runs as: makes what is missing on the way."""

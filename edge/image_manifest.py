@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from starsd.edge.image_tree import File, Folder, Gone, Link, Step, inside
+from starsd.edge.image_tree import Copy, File, Folder, Gone, Link, Step, apply, inside
 from starsd.shared.errors import BundleError
+from starsd.shared.manifest import file_sha256
 
 FORMAT = 1
 PLACE = "etc/starsd/image.json"
@@ -39,7 +41,9 @@ class ImageManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     package: str  # SHA-256 of the .deb
     lock: dict[str, str]  # SHA-256 of what the tree was unpacked from, by file
     user: str
+    bundles: dict[str, str] = {}  # SHA-256 of each one's own manifest, by model/flavour-precision
     entries: tuple[Entry, ...]
+    finished: bool = True  # False: a build was killed in mid-writing, and any of the entries may be there
 
 
 def entry(step: Step) -> Entry:
@@ -49,6 +53,8 @@ def entry(step: Step) -> Entry:
         case File():
             digest = hashlib.sha256(step.content).hexdigest()
             return Entry(step.path, "file", step.mode, step.uid, step.gid, sha256=digest)
+        case Copy():
+            return Entry(step.path, "file", step.mode, step.uid, step.gid, sha256=step.sha256)
         case Folder():
             return Entry(step.path, "folder", step.mode, step.uid, step.gid)
         case Link():
@@ -72,7 +78,23 @@ def read(root: Path) -> ImageManifest | None:
         raise BundleError(f"{place} cannot be read: {error}") from error
     if found.format != FORMAT:
         raise BundleError(f"{place} has format {found.format}, expected {FORMAT}: build the image again")
+    if any("\0" in entry.path for entry in found.entries):
+        raise BundleError(f"{place} cannot be read: it has a path that cannot be")
     return found
+
+
+def forget(root: Path, old: Entry) -> None:
+    """Take away what an image wrote, by its entry; folders only when nothing else is in them.
+
+    A manifest may have come with the tree, so that a folder which an entry calls a file is left alone.
+    """
+    if old.kind == "folder":
+        with contextlib.suppress(OSError):  # something is in it that is not ours
+            inside(root, old.path).rmdir()
+    elif old.kind != "gone":
+        place = inside(root, old.path, follow_last=False)
+        if place.is_symlink() or not place.is_dir():
+            apply(root, Gone(old.path))
 
 
 def difference(root: Path, expected: Entry) -> str | None:
@@ -97,6 +119,6 @@ def _unlike(place: Path, found: os.stat_result, expected: Entry) -> str | None:
         return f"belongs to {found.st_uid}:{found.st_gid}, expected {expected.uid}:{expected.gid}"
     if (mode := stat.S_IMODE(found.st_mode)) != expected.mode:
         return f"has mode {mode:04o}, expected {expected.mode:04o}"
-    if expected.kind == "file" and hashlib.sha256(place.read_bytes()).hexdigest() != expected.sha256:
+    if expected.kind == "file" and file_sha256(place) != expected.sha256:
         return "is not what was written: its SHA-256 differs from the manifest's"
     return None

@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from starsd.edge import enrol
-from starsd.edge.image_deb import INSTALLER, SLOTS, UNITS, WHEELHOUSE, epoch, file_name
+from starsd.edge.image_alone import NAME as LOCK
+from starsd.edge.image_bundles import Packed, bundle_steps
+from starsd.edge.image_deb import INSTALLER, SLOTS, SYSTEM, UNITS, WHEELHOUSE, epoch, file_name, settings_link
 from starsd.edge.image_mounts import mount_commands, unmount_commands
 from starsd.edge.image_tree import File, Folder, Gone, Link, Step, inside
 from starsd.edge.image_users import user_steps
@@ -17,6 +19,7 @@ from starsd.edge.image_wheels import Wheelhouse, fill_commands, source_digest
 from starsd.edge.l4t import Bsp
 from starsd.edge.l4t_boards import Board
 from starsd.edge.l4t_command import Command
+from starsd.shared.errors import UsageError
 
 PREREQUISITES, APPLY = "./tools/l4t_flash_prerequisites.sh", "./apply_binaries.sh"
 RELEASE_KEY = "etc/starsd/release.pub"
@@ -24,8 +27,11 @@ HOST_KEYS = tuple(
     f"etc/ssh/ssh_host_{kind}_key{end}" for kind in ("rsa", "dsa", "ecdsa", "ed25519") for end in ("", ".pub")
 )
 WIFI_FILE = "etc/NetworkManager/system-connections/starsd.nmconnection"
+FIRST_BOOT_FILES = tuple(f"etc/starsd/{name}" for name in ("token", "api-key", "edge.env"))
 WIFI_UUID = "7b1c9d7e-6c39-4c3e-9a55-57a7d0e5b001"  # of the connection; the same on every device
 WANTED = "etc/systemd/system/multi-user.target.wants"
+NO_SERVICES = File("usr/sbin/policy-rc.d", b"#!/bin/sh\nexit 101\n", mode=0o755)  # while it is installed
+PACKAGE_FOLDER = "var/cache/starsd"  # of the tree, while the package is installed
 OEM_CONFIG = ("nv-oem-config.service", "nv-oem-config-gui.service", "nv-oem-config.target")
 _SSHD = b"# starsd: keys only\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin no\n"
 
@@ -42,6 +48,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     release_key: bytes = b""
     house: Wheelhouse | None = None
     source: str = ""  # of starsd, where the wheelhouse is to be filled
+    bundles: tuple[Packed, ...] = ()  # that it brings
     lock: dict[str, str] = {}  # what the package was unpacked from
 
     @property
@@ -86,7 +93,10 @@ def installing(order: Order, package: Path) -> Command:
 def package_place(order: Order, version: str = "") -> Path:
     """Where the package lies in the tree while it is installed."""
     name = file_name(order.house) if order.house else f"starsd_{version}_arm64.deb"
-    return inside(order.root, "var/cache/starsd") / name
+    folder = inside(order.root, PACKAGE_FOLDER, follow_last=False)
+    if folder != order.root / PACKAGE_FOLDER:  # it is emptied, wherever that is
+        raise UsageError(f"{folder.parent} is where var/cache of {order.root} leads, expected no link")
+    return folder / name
 
 
 def commands(order: Order, work: Path, version: str) -> list[Command]:
@@ -111,26 +121,32 @@ def steps(order: Order) -> list[Step]:
         Gone("etc/systemd/system/nv-oem-config.target.wants"),
         *(Link(f"etc/systemd/system/{unit}", "/dev/null") for unit in OEM_CONFIG),
         Folder("etc/starsd"),
-        *(Link(f"{WANTED}/{unit}", f"/usr/lib/systemd/system/{unit}") for unit in UNITS),
-        Gone("var/cache/starsd"),
+        *(Link(f"{WANTED}/{unit}", f"/{SYSTEM}/{unit}") for unit in UNITS),
+        Gone(PACKAGE_FOLDER),
+        Gone(f"{SLOTS[1:]}/{LOCK}"),  # it names a process
     ]
     if order.keys:
         made += user_steps(order.root, order.user, order.keys)
-    if order.release_key:
-        made.append(File(RELEASE_KEY, order.release_key))
-    if order.device is not None:
-        raw = msgspec.json.encode(order.device)
-        made.append(File(enrol.DEVICE_FILE, raw, mode=0o600, secret=True))
-        if order.device.wifi is not None:
-            raw = enrol.network_file(order.device.wifi, WIFI_UUID)
-            made.append(File(WIFI_FILE, raw, mode=0o600, secret=True))
-    return made
+    made.append(File(RELEASE_KEY, order.release_key) if order.release_key else Gone(RELEASE_KEY))
+    return made + _device_steps(order.device) + bundle_steps(order.bundles)
+
+
+def _device_steps(device: enrol.Device | None) -> list[Step]:
+    """What is one device's alone. What is not this one's is said to be gone, so that no other's can stay."""
+    made: list[Step] = [Gone(path) for path in FIRST_BOOT_FILES]
+    if device is None:
+        return [*made, Gone(enrol.DEVICE_FILE), Gone(WIFI_FILE)]
+    made.append(File(enrol.DEVICE_FILE, msgspec.json.encode(device), mode=0o600, secret=True))
+    if device.wifi is None:
+        return [*made, Gone(WIFI_FILE)]
+    return [*made, File(WIFI_FILE, enrol.network_file(device.wifi, WIFI_UUID), mode=0o600, secret=True)]
 
 
 def needed_files() -> tuple[str, ...]:
     """What the package leaves in the tree and the units rely on."""
     return (
-        *(f"usr/lib/systemd/system/{unit}" for unit in UNITS),
+        *(f"{SYSTEM}/{unit}" for unit in UNITS),
+        *(settings_link(unit) for unit in UNITS),
         INSTALLER,
         f"{WHEELHOUSE}/requirements.txt",
         f"{SLOTS[1:]}/current/bin/starsd-edge",

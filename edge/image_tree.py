@@ -6,15 +6,19 @@ resolved as the device would resolve it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
-from starsd.shared.errors import UsageError
+from starsd.shared.errors import HashMismatchError, UsageError
+from starsd.shared.manifest import file_sha256
 
+_BLOCK = 1 << 20  # bytes
 MOST_LINKS = 40  # as Linux has it
 
 
@@ -69,6 +73,18 @@ class File(msgspec.Struct, frozen=True, tag="file"):
         return f"File({self.path!r}, {shown}, mode={self.mode:04o})"
 
 
+class Copy(msgspec.Struct, frozen=True, tag="copy"):
+    """A file like `source` of this machine, which has so many bytes and that SHA-256; for those too large to hold."""
+
+    path: str
+    source: Path
+    bytes: int
+    sha256: str
+    mode: int = 0o644
+    uid: int = 0
+    gid: int = 0
+
+
 class Link(msgspec.Struct, frozen=True, tag="link"):
     """A symbolic link, in the place of whatever file or link is there."""
 
@@ -82,7 +98,7 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     path: str
 
 
-Step = Folder | File | Link | Gone
+Step = Folder | File | Copy | Link | Gone
 
 
 def apply(root: Path, step: Step) -> None:
@@ -93,7 +109,7 @@ def apply(root: Path, step: Step) -> None:
             _make_folders(root, place)
             os.chown(place, step.uid, step.gid)
             place.chmod(step.mode)
-        case File():
+        case File() | Copy():
             write(root, step)
         case Link():
             place = _place(root, step.path)
@@ -103,20 +119,24 @@ def apply(root: Path, step: Step) -> None:
             os.lchown(place, 0, 0)
         case Gone():
             place = _place(root, step.path, make=False)
-            if place.is_dir() and not place.is_symlink():
-                shutil.rmtree(place)
-            else:
-                place.unlink(missing_ok=True)
+            for one in (place, _part(place)):
+                _remove(one)
 
 
-def write(root: Path, file: File) -> None:
-    """Write a file whole or not at all; it never is readable by more than its mode allows, not even for a moment."""
+def write(root: Path, file: File | Copy) -> None:
+    """Write a file whole or not at all; it never is readable by more than its mode allows, not even for a moment.
+
+    Raises HashMismatchError when the source of a copy is not what was expected.
+    """
     place = _place(root, file.path)
-    part = place.with_name(f".{place.name}.starsd")
-    part.unlink(missing_ok=True)
+    part = _part(place)
+    _remove(part)
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(handle, "wb") as stream:
-        stream.write(file.content)
+        if isinstance(file, Copy):
+            _copy(file, stream, part)
+        else:
+            stream.write(file.content)
         os.fchown(handle, file.uid, file.gid)
         os.fchmod(handle, file.mode)
         stream.flush()
@@ -124,9 +144,34 @@ def write(root: Path, file: File) -> None:
     part.replace(place)
 
 
+def _part(place: Path) -> Path:
+    """What `write` fills before it takes its place. One that is there was left by a build that was killed."""
+    return place.with_name(f".{place.name}.starsd")
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+
+
+def _copy(file: Copy, stream: BinaryIO, part: Path) -> None:
+    digest = hashlib.sha256()
+    with file.source.open("rb") as source:
+        while block := source.read(_BLOCK):
+            digest.update(block)
+            stream.write(block)
+    if digest.hexdigest() != file.sha256:
+        part.unlink()
+        raise HashMismatchError(f"{file.source} has SHA-256 {digest.hexdigest()}, expected {file.sha256}")
+
+
 def is_applied(root: Path, step: Step) -> bool:
     """Whether the tree is as `apply` leaves it."""
     place = inside(root, step.path, follow_last=isinstance(step, Folder))
+    if isinstance(step, File | Copy | Gone) and os.path.lexists(_part(place)):
+        return False
     if isinstance(step, Gone):
         return not (place.exists() or place.is_symlink())
     try:
@@ -141,13 +186,21 @@ def is_applied(root: Path, step: Step) -> bool:
         case File():
             kind = stat.S_ISREG(found.st_mode)
             content = kind and place.read_bytes() == step.content
+        case Copy():
+            kind = stat.S_ISREG(found.st_mode)
+            content = kind and found.st_size == step.bytes and file_sha256(place) == step.sha256
     owned = (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (step.uid, step.gid, step.mode)
     return kind and content and owned
 
 
 def _place(root: Path, path: str, *, make: bool = True) -> Path:
-    """The path itself, even where it is a link, in its resolved and (with `make`) existing folder."""
+    """The path itself, even where it is a link, in its resolved and (with `make`) existing folder.
+
+    Raises UsageError for a path that is the tree itself or leads back to it.
+    """
     parent, _, name = path.rstrip("/").rpartition("/")
+    if name in ("", ".", ".."):
+        raise UsageError(f"got path {path!r}, expected one below {root}")
     folder = inside(root, parent)
     if make:
         _make_folders(root, folder)
@@ -165,6 +218,6 @@ def _make_folders(root: Path, folder: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder, expected one")
     for made in reversed(missing):
-        made.mkdir()
+        made.mkdir(0o700)
         os.chown(made, 0, 0)
         made.chmod(0o755)

@@ -3,65 +3,66 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-
-import msgspec
 
 from starsd.edge import image_manifest
 from starsd.edge.enrol import DEVICE_FILE
-from starsd.edge.image_deb import UNITS
+from starsd.edge.image_access import SETUID, Finding, access
+from starsd.edge.image_bundles import strangers
+from starsd.edge.image_deb import FIRST_BOOT, SYSTEM, UNITS
 from starsd.edge.image_mounts import mounted_below
-from starsd.edge.image_plan import HOST_KEYS, WANTED, WIFI_FILE, needed_files
-from starsd.edge.image_tree import inside
-from starsd.edge.image_users import open_passwords
+from starsd.edge.image_plan import HOST_KEYS, NO_SERVICES, WANTED, WIFI_FILE, needed_files
+from starsd.edge.image_tree import inside, is_applied
 from starsd.edge.l4t import Bsp
 from starsd.edge.l4t_boards import Board, driver_problem
 from starsd.edge.l4t_command import Command
 from starsd.shared.errors import BundleError
 
 LEFTOVERS = (  # what building in a tree, with our tools or NVIDIA's, may forget
-    *("usr/bin/qemu-aarch64-static", "usr/sbin/policy-rc.d", "var/cache/starsd", "opt/nvidia/l4t-packages"),
-    *("root/.bash_history", "root/.ssh/authorized_keys", "opt/starsd/next", "var/lib/dpkg/triggers/ldconfig.backup"),
+    *("usr/bin/qemu-aarch64-static", "var/cache/starsd", "opt/nvidia/l4t-packages"),
+    *("root/.bash_history", "opt/starsd/next", "var/lib/dpkg/triggers/ldconfig.backup"),
+    FIRST_BOOT,  # its markers: nothing would be done again
 )
 OWN = ("etc/starsd", "opt/starsd", "usr/lib/starsd", "usr/share/starsd")  # folders where everything is ours
-SETUID = stat.S_ISUID | stat.S_ISGID
-SECRET_FOLDERS = ("etc/starsd", "etc/NetworkManager/system-connections")
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """`error` false: worth knowing, no reason not to flash."""
-
-    check: str  # manifest, files, ownership, secrets, users, leftovers, mounts, units, driver
-    path: str
-    problem: str
-    error: bool = True
+OURS, CONNECTIONS = "etc/starsd", "etc/NetworkManager/system-connections"  # where secrets may be
+_SECRET = re.compile(rb"^[\w-]*(?:psk|password|wep-key\d|private-key|secret)\s*=\s*\S", re.MULTILINE)
 
 
 def verify_command(bsp: Bsp) -> Command:
     """systemd's own check of our units, against the tree."""
-    units = [f"/usr/lib/systemd/system/{unit}" for unit in UNITS]
+    units = [f"/{SYSTEM}/{unit}" for unit in UNITS]
     return Command(("systemd-analyze", "verify", "--man=no", f"--root={bsp.rootfs}", *units), str(bsp.folder))
 
 
 def verify(bsp: Bsp, board: Board) -> Iterator[Finding]:
     """Everything that is wrong with a tree, in the order of the checks; nothing when it is ready to be flashed."""
     root = bsp.rootfs
-    yield from _manifest(bsp, board)
+    found, why_not = _read(root)
+    if why_not:
+        yield Finding("manifest", image_manifest.PLACE, why_not)
+    if found:
+        yield from _manifest(bsp, board, found)
+    listed = frozenset(entry.path for entry in found.entries if entry.kind != "gone") if found else frozenset()
     for path in needed_files():
         place = inside(root, path)
         if not place.exists() and not place.is_symlink():
             yield Finding("files", path, "is missing, expected what the package installs")
     yield from _ownership(root)
-    yield from _secrets(root)
-    yield from _users(root)
+    yield from _secrets(root, listed)
+    yield from access(root, listed, OWN)
     for path in (*LEFTOVERS, *HOST_KEYS):
         place = inside(root, path, follow_last=False)
         if place.exists() or place.is_symlink():
             yield Finding("leftovers", path, "is there, expected nothing: it is of the build, or of another device")
+    if is_applied(root, NO_SERVICES):
+        yield Finding("leftovers", NO_SERVICES.path, "is the build's, and keeps services from starting: remove it")
+    elif os.path.lexists(inside(root, NO_SERVICES.path, follow_last=False)):
+        yield Finding("leftovers", NO_SERVICES.path, "decides what starts when a package is installed", error=False)
     for place in mounted_below(root):
         yield Finding("mounts", str(place.relative_to(root)), "is mounted, expected nothing to be")
     yield from _resolver(root)
@@ -70,19 +71,24 @@ def verify(bsp: Bsp, board: Board) -> Iterator[Finding]:
         yield Finding("driver", "var/lib/dpkg/status", problem)
 
 
-def _manifest(bsp: Bsp, board: Board) -> Iterator[Finding]:
+def _read(root: Path) -> tuple[image_manifest.ImageManifest | None, str]:
+    """The manifest, or why there is none."""
     try:
-        found = image_manifest.read(bsp.rootfs)
+        found = image_manifest.read(root)
     except BundleError as error:
-        yield Finding("manifest", image_manifest.PLACE, str(error))
-        return
-    if found is None:
-        yield Finding("manifest", image_manifest.PLACE, "is missing: make the image with starsd-edge image build")
-        return
+        return None, str(error)
+    return found, "" if found else "is missing: make the image with starsd-edge image build"
+
+
+def _manifest(bsp: Bsp, board: Board, found: image_manifest.ImageManifest) -> Iterator[Finding]:
     if found.board != board.name:
         yield Finding("manifest", image_manifest.PLACE, f"is of an image for {found.board}, expected {board.name}")
+    if not found.finished:
+        yield Finding("manifest", image_manifest.PLACE, "is of a build that was stopped: build the image again")
     if found.l4t != str(bsp.release):
         yield Finding("manifest", image_manifest.PLACE, f"is of Jetson Linux R{found.l4t}, expected R{bsp.release}")
+    for path in strangers(bsp.rootfs, [entry.path for entry in found.entries]):
+        yield Finding("leftovers", path, "is in no bundle of the image, expected nothing else in the edge's home")
     for entry in found.entries:
         if problem := image_manifest.difference(bsp.rootfs, entry):
             yield Finding("manifest", entry.path, problem)
@@ -107,30 +113,20 @@ def _ownership(root: Path) -> Iterator[Finding]:
         yield Finding("ownership", "usr/bin/sudo", "is not setuid root: the tree was unpacked without sudo, or copied")
 
 
-def _secrets(root: Path) -> Iterator[Finding]:
-    for path in (DEVICE_FILE, WIFI_FILE, "etc/starsd/token", "etc/starsd/api-key"):
+def _secrets(root: Path, listed: Collection[str]) -> Iterator[Finding]:
+    for path in (DEVICE_FILE, WIFI_FILE):
         place = inside(root, path)
         if place.is_file() and (mode := stat.S_IMODE(place.stat().st_mode)) != 0o600:
             yield Finding("secrets", path, f"has mode {mode:04o}, expected 0600")
-    for folder in SECRET_FOLDERS:
-        for place in sorted(inside(root, folder).glob(".*")):
-            yield Finding("secrets", str(place.relative_to(root)), "is a half-written file, expected none")
-
-
-def _users(root: Path) -> Iterator[Finding]:
-    for name in open_passwords(root):
-        yield Finding("users", "etc/shadow", f"has a password for {name}, expected keys only", error=name == "root")
-    homes = inside(root, "home")
-    keys = [place for place in homes.glob("*/.ssh/authorized_keys") if place.read_bytes().strip()]
-    if not keys:
-        yield Finding("users", "home", "holds no SSH key: nobody can log in", error=False)
-    for place in keys:
-        home = place.parent.parent
-        for one in (home, place.parent, place):
-            found = one.stat()
-            if found.st_uid != home.stat().st_uid or found.st_mode & 0o022:
-                path = str(one.relative_to(root))
-                yield Finding("users", path, "is not the user's alone, so that sshd ignores the key")
+    for folder in (OURS, CONNECTIONS):
+        for place in sorted(inside(root, folder).glob("*")):
+            path = f"{folder}/{place.name}"
+            if place.name.startswith("."):
+                yield Finding("secrets", path, "is a half-written file, expected none")
+            elif path in (*listed, image_manifest.PLACE):
+                continue
+            elif folder == OURS or (place.is_file() and _SECRET.search(place.read_bytes())):
+                yield Finding("secrets", path, "is not in the manifest, and may be another device's: remove it")
 
 
 def _resolver(root: Path) -> Iterator[Finding]:

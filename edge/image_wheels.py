@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ SOURCES = ("edge", "server", "shared", "export", "scripts", "pyproject.toml", "R
 EXTRAS = "export,update"  # `export` brings `edge`, and lets a device make its own bundles
 _GLIBC = (17, 24, 26, 27, 28, 31, 34, 35)  # minor versions that wheels are made for; Ubuntu 22.04 has 35
 PLATFORMS = ("manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in _GLIBC))
+_SAID_VERSION = re.compile(r"^version = \"([^\"]+)\"", re.MULTILINE)
 _WHEEL = re.compile(
     r"(?P<name>[\w.]+)-(?P<version>[\w.!+]+)(?:-\d[\w.]*)?-(?P<python>[\w.]+)-\w+-(?P<platform>[\w.]+)\.whl"
 )
@@ -70,10 +72,9 @@ def fill_commands(folder: Path, python: str, source: str) -> list[Command]:
     if not source.endswith(".whl"):
         build = (*pip, "wheel", "--no-deps", "--wheel-dir", str(folder / "own"), str(copy_place(folder)))
         commands.append(Command(build, str(folder.parent)))
-        wheel = str(folder / "own" / f"starsd-{_version()}-py3-none-any.whl")
-    commands.append(
-        Command((*pip, "download", *target, f"starsd[{EXTRAS}] @ file://{wheel}", "pip"), str(folder.parent))
-    )
+        wheel = str(folder / "own" / f"starsd-{_version(source)}-py3-none-any.whl")
+    wanted = f"starsd[{EXTRAS}] @ {Path(wheel).absolute().as_uri()}"
+    commands.append(Command((*pip, "download", *target, wanted, "pip"), str(folder.parent)))
     return commands
 
 
@@ -127,10 +128,33 @@ def interpreter(python: str) -> str:
     return sys.executable if python == f"{sys.version_info[0]}.{sys.version_info[1]}" else f"python{python}"
 
 
-def _version() -> str:
-    from importlib.metadata import version
+def _version(source: str) -> str:
+    """Of a source folder, which need not be the one that runs."""
+    file = Path(source) / "pyproject.toml"
+    found = _SAID_VERSION.search(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return found[1] if found else version("starsd")
 
-    return version("starsd")
+
+def find_source(given: Path | None, wheelhouse: Path | None = None) -> str:
+    """The wheel or the source folder that an image's starsd is made from: the one given, else our own.
+
+    "" where neither is there and a wheelhouse makes up for it; else raises UsageError.
+    """
+    if given is None:
+        if (own := own_source()) is None and wheelhouse is None:
+            raise UsageError(
+                "starsd runs apart from its source, expected --source FOLDER, a clone of its repository (or a wheel of "
+                "it), or all wheels by --wheelhouse FOLDER"
+            )
+        return own or ""
+    place = given.expanduser().resolve()
+    if place.suffix == ".whl" and place.is_file():
+        return str(place)
+    if missing := [name for name in SOURCES if not (place / name).exists()]:
+        raise UsageError(
+            f"--source {given} has no {missing[0]}, expected a wheel of starsd or a clone of its repository"
+        )
+    return str(place)
 
 
 def own_source() -> str | None:

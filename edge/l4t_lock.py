@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import re
+import tarfile
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,7 @@ from starsd.shared.errors import HashMismatchError, UsageError
 from starsd.shared.manifest import file_sha256
 
 FOLDER = "Linux_for_Tegra"
+SCRATCH = ".starsd-unpacking"  # beside it, until all of it is there
 KEPT = "starsd-lock.json"  # in that folder: what it was unpacked from
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[\w-][\w.-]{0,200}")
@@ -35,11 +38,31 @@ class Lock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_lock(bsp: Path, rootfs: Path) -> Lock:
-    """Pin two archives as they are now. Raises UsageError when one is missing."""
-    for path in (bsp, rootfs):
+    """Pin two archives as they are now. Raises UsageError for what is none, for one in the other's place, and for names
+    that a lock file may not hold."""
+    for path, first in ((bsp, True), (rootfs, False)):
         if not path.is_file():
             raise UsageError(f"{path} is no file, expected an archive of NVIDIA's")
+        if not _NAME.fullmatch(path.name):
+            raise UsageError(f"{path} has more than letters, digits and any of . _ - in its name: rename it")
+        if (_top(path) == FOLDER) != first:
+            raise UsageError(
+                f"{path} has {_top(path)[:40]!r} at its top, expected the driver package, which has {FOLDER}, first, "
+                "and the sample root file system second"
+            )
     return Lock(*(Pinned(path.name, file_sha256(path)) for path in (bsp, rootfs)))
+
+
+def _top(path: Path) -> str:
+    """The first name in an archive."""
+    try:
+        with tarfile.open(path, "r:*") as archive:
+            for member in archive:
+                if parts := [part for part in member.name.split("/") if part not in ("", ".")]:
+                    return parts[0]
+    except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
+        raise UsageError(f"{path} cannot be read, expected an archive of NVIDIA's: {error}") from error
+    raise UsageError(f"{path} is empty, expected an archive of NVIDIA's")
 
 
 def encode(lock: Lock) -> bytes:
@@ -70,11 +93,14 @@ def check_archives(lock: Lock, folder: Path) -> tuple[Path, Path]:
 
 
 def unpack_commands(bsp: Path, rootfs: Path, dest: Path) -> list[Command]:
-    """As NVIDIA's guide has it; -p keeps owners and setuid bits, which is why it takes root."""
-    tree = dest / FOLDER / "rootfs"
+    """As NVIDIA's guide has it, beside the place where the last command puts all of it, so that nobody takes a part for
+    the whole. -p keeps owners and setuid bits, which is why it takes root. All paths are absolute."""
+    scratch = dest / SCRATCH
     return [
-        Command(("tar", "-xpf", str(bsp), "-C", str(dest)), str(dest)),
-        Command(("tar", "-xpf", str(rootfs), "-C", str(tree)), str(dest)),
+        Command(("mkdir", str(scratch)), str(dest)),
+        Command(("tar", "-xpf", str(bsp), "-C", str(scratch)), str(dest)),
+        Command(("tar", "-xpf", str(rootfs), "-C", str(scratch / FOLDER / "rootfs")), str(dest)),
+        Command(("mv", "-T", str(scratch / FOLDER), str(dest / FOLDER)), str(dest)),
     ]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 _MOST = 65_536  # bytes of a file
+_DIGITS = 15
 
 
 class Files:
@@ -30,11 +32,18 @@ class Files:
         return data.decode("utf-8", "replace").strip("\0 \t\r\n")
 
     def number(self, path: str) -> float | None:
+        """A finite one."""
         text = self.text(path)
         try:
-            return None if text is None else float(text)
+            value = float(text or "")
         except ValueError:
             return None
+        return value if math.isfinite(value) else None
+
+
+def whole(text: str) -> int | None:
+    """A count as Linux writes it, of at most 15 digits: bytes and kilobytes of any machine."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None
 
 
 ROOT = Files()  # this machine's

@@ -6,6 +6,7 @@ Of several GPUs: the power of all, the hottest, the mean load.
 from __future__ import annotations
 
 import importlib
+import math
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -152,6 +153,7 @@ def _ask(call: Callable[..., Any], *args: Any) -> Any:
 
 def _number(word: str) -> float | None:
     try:
-        return float(int(word, 16)) if word.startswith("0x") else float(word)
-    except ValueError:
+        value = float(int(word, 16)) if word.startswith("0x") else float(word)
+    except (ValueError, OverflowError):
         return None
+    return value if math.isfinite(value) else None

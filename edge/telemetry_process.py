@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from starsd.edge.children import end_all
 from starsd.edge.telemetry import Telemetry
 from starsd.edge.telemetry_reading import Reading
 from starsd.shared.clock import REAL
@@ -49,7 +50,7 @@ class ProcessTelemetry(Telemetry):
     def close(self) -> None:
         self._closing.set()
         if (child := self._child) is not None:
-            child.kill()
+            end_all(child)
         self._thread.join(1.0)
 
     def _run(self) -> None:
@@ -70,7 +71,7 @@ class ProcessTelemetry(Telemetry):
                 stdin=subprocess.PIPE,  # its end is the child's
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for us
+                start_new_session=True,  # Ctrl-C is for us, and it can be ended whole
             )
         except OSError:
             return
@@ -81,7 +82,8 @@ class ProcessTelemetry(Telemetry):
                 assert child.stdout is not None
                 self._read(child.stdout.fileno())
             finally:
-                child.kill()
+                end_all(child)  # with a command that it waits for
+                self._child = None
 
     def _read(self, source: int) -> None:
         """Take in readings until there are no more, none comes for too long, or what comes are no lines."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from starsd.edge.telemetry_files import Files
+from starsd.edge.telemetry_files import Files, whole
 from starsd.edge.telemetry_reading import Reading, load
 
 _CGROUPS = "sys/fs/cgroup"
@@ -24,8 +25,8 @@ def memory(files: Files) -> Memory | None:
     for line in text.splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
-        if words and words[0].isdigit():
-            kilobytes[name] = int(words[0])
+        if words and (count := whole(words[0])) is not None:
+            kilobytes[name] = count
     total = kilobytes.get("MemTotal")
     if total is None:
         return None
@@ -48,13 +49,13 @@ def _groups(files: Files) -> list[str]:
 
 def _within(found: Memory, files: Files, group: str) -> Memory:
     most, used = files.number(f"{group}/memory.max"), files.number(f"{group}/memory.current")
-    if most is None or used is None:  # the outermost has none; "max" is no number
+    if most is None or used is None or most < 0:  # the outermost has none; "max" is no number
         return found
     cached = 0
     for line in (files.text(f"{group}/memory.stat") or "").splitlines():
         name, _, value = line.partition(" ")
-        if name == "inactive_file" and value.isdigit():
-            cached = int(value)
+        if name == "inactive_file":
+            cached = whole(value) or 0
     free = max(0, int(most - used) + cached)
     return Memory(min(found.total, int(most)), min(found.available, free))
 
@@ -83,7 +84,8 @@ class System:
         words = (self._files.text("proc/loadavg") or "").split()
         cores = sum(line.startswith("processor") for line in (self._files.text("proc/cpuinfo") or "").splitlines())
         try:
-            return load(min(1.0, float(words[0]) / cores))
+            share = float(words[0]) / cores
+            return load(min(1.0, share)) if math.isfinite(share) else None
         except (IndexError, ValueError, ZeroDivisionError):
             return None
 
@@ -91,8 +93,9 @@ class System:
         """Busy ones and all, of all cores since the start."""
         text = self._files.text("proc/stat") or ""
         words = text.partition("\n")[0].split()
-        if len(words) < 5 or words[0] != "cpu" or not all(word.isdigit() for word in words[1:]):
+        known = [whole(word) for word in words[1:9]]  # what guests took is in user time already
+        ticks = [count for count in known if count is not None]
+        if len(words) < 5 or words[0] != "cpu" or len(ticks) < len(known):
             return None
-        ticks = [int(word) for word in words[1:9]]  # what guests took is in user time already
         idle = sum(ticks[3:5])
         return sum(ticks) - idle, sum(ticks)

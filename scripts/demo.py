@@ -5,10 +5,7 @@ The last line on stdout is a JSON object; `identical` says that every token of e
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +16,7 @@ from starsd.scripts.demo_star import Demo
 from starsd.shared.console import emit
 from starsd.shared.errors import MissingExtraError, UsageError
 from starsd.shared.profiles import shipped
+from starsd.shared.signals import ended_by_signals
 
 DEMO = Demo()
 POLICIES = tuple(policy.value for policy in Policy)
@@ -58,7 +56,7 @@ def demo(
         server=server,
         head=head,
     )
-    with _ended_by_signals():
+    with ended_by_signals():
         try:
             rows, summary = run(asked, picture=picture)
         except ModuleNotFoundError as error:
@@ -70,19 +68,3 @@ def demo(
         print(f"starsd: {late} passes took longer than the device's, on this machine", file=sys.stderr)
     if not summary["identical"]:
         raise SystemExit(1)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what was started is ended, too."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -16,6 +16,8 @@ import msgspec
 import typer
 
 from starsd.edge.target import open_target
+from starsd.edge.telemetry_look import Look, describe, take_a_look
+from starsd.scripts.agreement import Agreement
 from starsd.scripts.self_test import SelfTest
 from starsd.scripts.self_test import self_test as run_self_test
 from starsd.shared import manifest
@@ -77,6 +79,7 @@ class Report(msgspec.Struct, kw_only=True):
     memory_available: int | None
     home: str
     disk_free: int
+    sensors: Look
     extras: dict[str, list[str]]  # modules that are missing of each
     versions: dict[str, str]
     onnxruntime_providers: list[str] | None
@@ -106,7 +109,9 @@ def doctor(
 
 
 def examine(model: str | None = None) -> Report:
-    """Look, without importing what is heavy (onnxruntime apart, when it is there) and without changing anything."""
+    """Look, without importing what is heavy (onnxruntime apart, when it is there) and without changing anything.
+
+    Sensors are asked by a process of their own, which takes a second."""
     problems: list[Problem] = []
     features, memory = cpu_features(), meminfo()
     existing = next(place for place in (home(), *home().parents) if place.exists())
@@ -120,6 +125,7 @@ def examine(model: str | None = None) -> Report:
         memory_available=memory.get("MemAvailable"),
         home=str(home()),
         disk_free=shutil.disk_usage(existing).free,
+        sensors=take_a_look(),
         extras={extra: [name for name in modules if not has(name)] for extra, modules in EXTRAS.items()},
         versions=dict(_versions()),
         onnxruntime_providers=_providers(problems),
@@ -241,6 +247,11 @@ def _test(report: Report, model: str) -> None:
         report.problems.append(Problem(complaint, "export its bundle again, and build its engine again", True))
 
 
+def _agreed(found: Agreement) -> str:
+    share = f"{100 * found.top1:.1f} % of argmaxes equal"
+    return f"{share}, KL {found.kl:.4f}, logits within {found.largest:.2g}"
+
+
 def _show(report: Report) -> None:
     def line(name: str, value: Any) -> None:
         typer.echo(f"{name:12} {value}")
@@ -249,6 +260,9 @@ def _show(report: Report) -> None:
     line("cpu", f"{report.cores} usable, {' '.join(report.cpu_features) or 'features unknown'}")
     if report.memory is not None and report.memory_available is not None:
         line("memory", f"{report.memory_available / 1e9:.1f} of {report.memory / 1e9:.1f} GB available")
+    line("sensors", report.sensors.reading.source or "none")
+    for name, value in describe(report.sensors):
+        line(name, value)
     line("home", f"{report.home}, {report.disk_free / 1e9:.1f} GB free")
     for extra, missing in report.extras.items():
         line(extra, f"lacks {', '.join(missing)}" if missing else "installed")
@@ -265,10 +279,14 @@ def _show(report: Report) -> None:
         line("model", f"runs; noise {report.noise:.2g} logits on the trunk, {report.branch_noise:.2g} on branches")
     if (test := report.self_test) is not None:
         line("self-test", f"{test.bundle} on {'TensorRT' if test.tensorrt else f'ONNX Runtime: {test.why_not}'}")
-        agreed = f"{100 * test.top1:.1f} % of argmaxes equal, KL {test.kl:.4f}, logits within {test.largest:.2g}"
-        line("against fp32", f"{agreed}, over {test.tokens} tokens")
+        line("against fp32", f"{_agreed(test)}, over {test.tokens} tokens")
         line("rows: ms", ", ".join(f"{rows}: {ms:.1f}" for rows, ms in test.pass_ms))
         line("profile", f"{test.profile}, prompts at {test.prefill_tok_s:.0f} tokens a second")
+        for found in test.providers:
+            graphs = "with CUDA graphs" if found.cuda_graphs else "without CUDA graphs"
+            line("provider", f"{found.provider}, {graphs}: {found.bundle}, {_agreed(found)}")
+        for name, reason in test.skipped.items():
+            line("skipped", f"provider {name}: {reason}")
     for problem in report.problems:
         line("BROKEN" if problem.broken else "note", f"{problem.problem}: {problem.remedy}")
     if not report.problems:

@@ -110,13 +110,18 @@ def _chroot(root: Path, argv: list[str]) -> None:
         if hasattr(tarfile, "fully_trusted_filter"):  # older Pythons trust everything anyway
             archive.extraction_filter = tarfile.fully_trusted_filter
         archive.extractall(root)
-    slot = root / "opt/starsd/a/bin"
-    slot.mkdir(parents=True, exist_ok=True)
-    for name in ("starsd", "starsd-edge"):
-        (slot / name).write_text("#!/bin/sh\n")
     current = root / "opt/starsd/current"
+    name = "b" if current.is_symlink() and os.readlink(current) == "a" else "a"
+    slot = root / "opt/starsd" / name
+    for folder in (slot / "bin", slot / "units"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for program in ("starsd", "starsd-edge"):
+        (slot / "bin" / program).write_text("#!/bin/sh\n")
+    for unit in (root / "usr/lib/systemd/system").glob("starsd-*.service"):
+        (slot / f"units/{unit.stem}.conf").touch()
+    (root / "opt/starsd/.starsd.lock").write_text(f"{os.getpid()}\n")
     current.unlink(missing_ok=True)
-    current.symlink_to("a")
+    current.symlink_to(name)
 
 
 if __name__ == "__main__":

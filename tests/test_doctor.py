@@ -13,10 +13,26 @@ import pytest
 from test_bundle import outdated, write_bundle
 from tiny_session import ToyTarget
 
+from starsd.edge.telemetry_look import LACKING, Look
+from starsd.edge.telemetry_reading import Reading
 from starsd.scripts import doctor as module
 from starsd.scripts.cli import main
 from starsd.scripts.doctor import EXTRAS, WHY, cpu_features, examine, has
 from starsd.shared.config import DEFAULT_PRECISION, PRECISIONS, Engine
+
+SENSORS = Look(
+    reading=Reading(
+        source="sysfs+proc",
+        power_w=7.42,
+        power_of="board",
+        temperature_c=53.5,
+        throttled=False,
+        memory_used=2_600_000_000,
+        memory_total=7_800_000_000,
+        cpu_load=0.25,
+    ),
+    missing={"gpu_load": "no GPU in /sys/class/devfreq; jtop: jetson-stats is not installed"},
+)
 
 
 def problems(model: str | None = None) -> list[tuple[str, str, bool]]:
@@ -30,6 +46,7 @@ def _ample(monkeypatch: pytest.MonkeyPatch, starsd_home: Path) -> None:
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(50_000_000_000))
     monkeypatch.setattr(module, "meminfo", lambda: {"MemTotal": 8_000_000_000, "MemAvailable": 6_000_000_000})
     monkeypatch.setattr(module, "cpu_features", lambda: ["avx2", "avx_vnni"])
+    monkeypatch.setattr(module, "take_a_look", lambda: SENSORS)
 
 
 def test_json_is_one_object_and_changes_nothing(starsd_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +64,28 @@ def test_json_is_one_object_and_changes_nothing(starsd_home: Path, capsys: pytes
     assert found["problems"] == []
     assert found["versions"]["numpy"]
     assert found["disk_free"] == 50_000_000_000
+
+
+def test_sensors_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["sensors"]
+    assert (found["reading"]["power_w"], found["reading"]["gpu_load"]) == (7.42, None)
+    assert found["missing"] == SENSORS.missing
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("sensors      sysfs+proc")
+    assert lines[first + 1 : first + 6] == [
+        "power        7.4 W of the board",
+        "temperature  53.5 °C at the hottest sensor",
+        "throttled    no",
+        "memory used  2.6 of 7.8 GB",
+        "gpu load     none: no GPU in /sys/class/devfreq; jtop: jetson-stats is not installed",
+    ]
+    monkeypatch.setattr(module, "take_a_look", lambda: Look(missing=dict.fromkeys(LACKING, "out of luck")))
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("sensors      none")
+    assert [line[13:] for line in lines[first + 1 : first + 6]] == ["none: out of luck"] * 5
 
 
 def test_every_precision_has_a_reason() -> None:
@@ -118,6 +157,8 @@ def test_a_model_may_be_asked_for(starsd_home: Path, monkeypatch: pytest.MonkeyP
     assert (broken, "is not what was exported: its SHA-256 differs" in problem) == (True, True)
     [(problem, _, broken)] = problems("nonsense")
     assert (broken, problem.startswith("model 'nonsense' is unknown, expected one of")) == (True, True)
+    [(problem, _, broken)] = problems("")
+    assert (broken, problem.startswith("model '' is unknown, expected one of")) == (True, True)
 
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

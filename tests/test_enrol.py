@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from starsd.edge import run
+from starsd.edge.cli import main
 from starsd.edge.enrol import Device, FromFile, Wifi, network_file, read_device, run_options
+from starsd.edge.link import Link
+from starsd.edge.run import check
 from starsd.shared.errors import UsageError
 
 WHOLE: dict[str, Any] = {
@@ -51,7 +56,27 @@ def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
         ({"model": "a b"}, "model is 'a b', expected no spaces, quotes or any of"),
         ({"model": "$(x)"}, r"model is '\$\(x\)', expected no spaces, quotes or any of"),
         ({"precision": "int5"}, "precision is 'int5', expected one of fp32, fp16, int8, int4"),
-        ({"token": "a b"}, "token has 3 characters, expected printable ASCII without spaces"),
+        ({"model": ""}, "model is '', expected one of smollm2-135m, hf:org/name, model/flavour-precision or an abs"),
+        ({"model": "--help"}, "model is '--help', expected one of smollm2-135m, hf:org/name"),
+        ({"model": "smollm3"}, "model is 'smollm3', expected one of smollm2-135m, hf:org/name"),
+        ({"model": "hf:a"}, "model is 'hf:a', expected one of smollm2-135m, hf:org/name"),
+        ({"model": "m/ort-int8"}, "precision is int4, expected int8 for model m/ort-int8"),
+        ({"server": "wss://h:abc"}, "server is no address, expected ws://host:port or wss://host:port"),
+        ({"server": "wss://[h"}, "server is no address, expected ws://host:port or wss://host:port"),
+        ({"server": "wss://h:0"}, "server is 'wss://h:0', expected ws://host:port or wss://host:port"),
+        ({"server": "wss://"}, "server is 'wss://', expected ws://host:port or wss://host:port"),
+        ({"server": "wss://u:hush@h"}, "server has more than an address, expected the like of wss://host:port and"),
+        ({"server": 'wss://u:hu"sh@h'}, "server has more than an address, expected the like of wss://host:port and"),
+        (
+            {"server": "wss://h/?token=hush"},
+            "server has more than an address, expected the like of wss://host:port and",
+        ),
+        ({"server": "ws://h"}, "server is 'ws://h', expected wss:// where a token is sent"),
+        ({"token": "a b"}, "token has 3 characters, expected 1 to 1024 of printable ASCII, no spaces"),
+        ({"token": "a" * 1025}, "token has 1025 characters, expected 1 to 1024 of printable ASCII, no spaces"),
+        ({"api_key": "a" * 15}, "api_key has 15 characters, expected 16 to 4096 of printable ASCII, no spaces"),
+        ({"listen": ""}, "listen is '', expected an address"),
+        ({"listen": "--help"}, "listen is '--help', expected an address"),
         ({"api_key": ""}, "listen is '0.0.0.0', which lets others in: expected an api_key too"),
         ({"wifi": {"ssid": "", "psk": "12345678"}}, "wifi.ssid has 0 bytes, expected 1 to 32, printable"),
         ({"wifi": {"ssid": "a\nb", "psk": "12345678"}}, "wifi.ssid has 3 bytes, expected 1 to 32, printable"),
@@ -62,6 +87,38 @@ def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_device(write(tmp_path, {**WHOLE, **change}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"model": "smollm2-135m", "listen": "::", "server": ""},
+        {"model": "/var/lib/starsd/models/mine", "server": "ws://drafts.example:80/path", "token": ""},
+        {"model": "tiny/portable-int4", "listen": "127.0.0.1", "api_key": "", "server": "ws://localhost:1"},
+    ],
+)
+def test_what_a_device_file_may_say_the_services_command_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """Up to the model: what it refuses would only show on the device, again and again."""
+    device = read_device(write(tmp_path, {**WHOLE, **change}))
+    seen: list[Any] = []
+
+    def serve(model: str, precision: str | None, *, drafting: Any, settings: Any, **rest: Any) -> None:
+        check(settings)
+        if drafting.server:
+            monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+            Link(drafting.server, token=drafting.token, make=lambda **channel: None)  # type: ignore[arg-type]
+        seen.append((model, precision or "", settings.host))
+
+    monkeypatch.setattr(run, "run", serve)
+    for name, text in (("token", device.token), ("key", device.api_key)):
+        (tmp_path / name).write_text(text)
+    argv = ["run", *run_options(device), "--token-file", str(tmp_path / "token")]
+    argv += ["--api-key-file", str(tmp_path / "key")] if device.api_key else []
+    assert main(argv) == 0
+    assert seen == [(device.model, device.precision, device.listen)]
 
 
 @pytest.mark.parametrize("name", ["device.json", "device.toml"])

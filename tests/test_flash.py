@@ -15,6 +15,7 @@ from fake_bsp import calls_of, make_bsp, recorder
 from starsd.edge import flash_run
 from starsd.edge.cli import main
 from starsd.edge.flash import plan_flash
+from starsd.edge.image_alone import alone
 from starsd.edge.l4t import open_bsp
 from starsd.edge.l4t_boards import BOARDS
 from starsd.edge.l4t_command import CommandError
@@ -128,6 +129,13 @@ def test_what_is_missing_of_the_package_is_said(tmp_path: Path) -> None:
         ),
         ([usb("7323")], None, "the board in recovery mode is Orin NX 16GB, expected orin-nano"),
         (
+            [usb("7E19")],
+            None,
+            "the board in recovery mode at 001-007 is of a kind that is not known here, 7e19, expected orin-nano: "
+            "where you know better, run what --dry-run shows",
+        ),
+        ([usb("7523"), usb("7c18", 8)], 2, "at 001-008 is of a kind that is not known here, 7c18, expected orin-nano"),
+        (
             [usb("7523"), usb("7523", 8)],
             None,
             r"got 2 boards in recovery mode \(001-007, 001-008\), expected one: "
@@ -149,12 +157,19 @@ def test_other_boards_are_never_flashed(lines: list[str], massflash: int | None,
 
 @pytest.mark.parametrize(
     ("lines", "massflash"),
-    [([usb("7523")], None), ([usb("7623")], 4), ([usb("7523"), usb("7523", 8)], 2), ([usb("7FFF"), usb("7020")], None)],
+    [([usb("7523")], None), ([usb("7623")], 4), ([usb("7523"), usb("7523", 8)], 2), ([usb("7523"), usb("7020")], None)],
 )
 def test_the_right_boards_are_found(lines: list[str], massflash: int | None) -> None:
     found, others = flash_run.find_boards(lsusb(*lines))
     flash_run.check_boards(found, others, BOARDS["orin-nano"], massflash)
     assert found[0].place == "001-007"
+
+
+def test_what_a_device_calls_itself_may_be_no_text() -> None:
+    said = usb("7523").encode() + b" \xff\n"
+    program = f"import sys; sys.stdout.buffer.write({said!r})"
+    found, _ = flash_run.find_boards((sys.executable, "-c", program))
+    assert [one.product for one in found] == ["7523"]
 
 
 def test_without_lsusb_one_line_says_what_to_install() -> None:
@@ -169,6 +184,7 @@ def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     recorder(script, tmp_path / "lsusb-calls", f"echo '{usb('7523')}'")
     monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(flash_run, "LOCKS", tmp_path / "locks")
     return script
 
 
@@ -208,6 +224,22 @@ def test_nothing_is_flashed_unless_the_boards_name_is_typed(
     assert len(calls_of(bsp / "calls")) == 1
 
 
+def test_one_flash_at_a_time(tmp_path: Path, on_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bsp, locks = make_bsp(tmp_path), tmp_path / "locks"
+    argv = ["flash", "--l4t", str(bsp), "--board", "orin-nano", "--yes", "--logs", str(tmp_path)]
+    with alone("build", bsp):
+        assert main(argv) == 1
+    other = f"is under way, process {os.getpid()}: wait for its end\n"
+    assert capsys.readouterr().err.endswith(f"starsd-edge: another build or flash of {bsp} {other}")
+    with alone("flash", locks, "usb-001-007.lock"):
+        assert main(argv) == 1
+    assert capsys.readouterr().err.endswith(f"starsd-edge: another flash of the board at 001-007 {other}")
+    with alone("flash", locks, "usb-001-008.lock"):
+        assert calls_of(bsp / "calls") == []
+        assert main(argv) == 0
+    assert len(calls_of(bsp / "calls")) == 1
+
+
 def test_a_failure_ends_a_massflash_before_boards_are_touched(tmp_path: Path) -> None:
     bsp = make_bsp(tmp_path)
     recorder(bsp / TOOL, bsp / "calls", "echo 'no such partition' >&2; exit 9")
@@ -216,6 +248,10 @@ def test_a_failure_ends_a_massflash_before_boards_are_touched(tmp_path: Path) ->
     with pytest.raises(CommandError, match=r"failed with status 9: no such partition; all of it is in .*T030405Z\.log"):
         flash_run.flash(plan, tmp_path, report=lambda done: None, show=lambda line: None, now=lambda: now)
     assert len(calls_of(bsp / "calls")) == 1
+    (log,) = tmp_path.glob("*.log")
+    with pytest.raises(CommandError, match=r"all of it is in .*T030405Z-2\.log"):  # in the same second
+        flash_run.flash(plan, tmp_path, report=lambda done: None, show=lambda line: None, now=lambda: now)
+    assert log.read_text().count("# status 9") == 1
 
 
 def test_flashing_takes_root(

@@ -23,6 +23,8 @@ from fake_bsp import KEY, make_bsp
 from starsd.edge import image_manifest
 from starsd.edge.enrol import Device
 from starsd.edge.image_build import Builder, StageDone
+from starsd.edge.image_bundles import Packed, find_bundles
+from starsd.edge.image_deb import FIRST_BOOT, UNITS, settings_link
 from starsd.edge.image_mounts import mounted, mounted_below
 from starsd.edge.image_plan import Order
 from starsd.edge.image_verify import verify
@@ -33,7 +35,14 @@ from starsd.edge.l4t_command import run
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = "python3,systemd,sudo,openssh-client,libgomp1"
-INSIDE = ("/usr/bin/env", "-i", "PATH=/usr/bin:/bin", "HOME=/tmp", "LC_ALL=C.UTF-8", "STARSD_HOME=/tmp/starsd")
+INSIDE = (
+    "/usr/bin/env",
+    "-i",
+    "PATH=/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME=/tmp",
+    "LC_ALL=C.UTF-8",
+    "STARSD_HOME=/tmp/starsd",
+)
 
 pytestmark = pytest.mark.arm64
 
@@ -43,9 +52,10 @@ class Image(NamedTuple):
     work: Path
     stages: list[StageDone]
 
-    def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """A program of the image, in it."""
-        command = ["chroot", str(self.order.root), *INSIDE, *argv]
+    def run(self, *argv: str, network: bool = True) -> subprocess.CompletedProcess[str]:
+        """A program of the image, in it; without `network` it has not even a way to this machine."""
+        alone = [] if network else ["unshare", "--net"]
+        command = [*alone, "chroot", str(self.order.root), *INSIDE, *argv]
         with mounted(self.order.root, lambda one: run(one, self.work / "test.log")):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -81,6 +91,17 @@ def _unpack_tree(root: Path, scratch: Path) -> None:
     resolver.symlink_to("../run/systemd/resolve/stub-resolv.conf")
 
 
+def _tiny_bundle(place: Path) -> tuple[Packed, ...]:
+    """What $STARSD_ARM64_BUNDLE names, else a small random model's; none where there is no torch to make one with."""
+    if named := os.environ.get("STARSD_ARM64_BUNDLE"):
+        return find_bundles([named])
+    try:
+        import tiny_model
+    except ModuleNotFoundError:
+        return ()
+    return find_bundles([str(tiny_model.export(tiny_model.write_folder(place / "model"), place / "bundle"))])
+
+
 @pytest.fixture(scope="module")
 def image(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     if "arm64" not in (request.config.getoption("-m") or ""):
@@ -94,14 +115,17 @@ def image(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if shutil.which(interpreter(bsp.python)) is None:
         pytest.skip(f"the tree has Python {bsp.python}, which is not here")
     house = fill_wheelhouse(place / "wheels", bsp.python, str(ROOT), lambda one: run(one, place / "pip.log"))
+    bundles = _tiny_bundle(place)
+    device = Device(hostname="edge-7", token="hush-token")
     order = Order(
         bsp=bsp,
         board=BOARDS["orin-nano"],
         openrm=False,
-        device=Device(hostname="edge-7", token="hush-token"),
+        device=msgspec.structs.replace(device, model=bundles[0].name) if bundles else device,
         user="edge",
         keys=KEY.encode(),
         house=house,
+        bundles=bundles,
     )
     stages: list[StageDone] = []
     Builder(order, place / "work", report=stages.append).build()
@@ -138,12 +162,32 @@ def test_the_doctor_says_that_the_edge_is_whole(image: Image) -> None:
     assert [problem for problem in report["problems"] if problem["broken"]] == []
 
 
-def test_it_answers(image: Image) -> None:
-    tiny = pytest.importorskip("tiny_model")
-    folder = image.order.root / "srv/tiny"
-    tiny.export(tiny.write_folder(image.work / "model"), folder)
-    argv = ["generate", "--model", "/srv/tiny", "--prompt", "Is this so?", "--policy", "plain"]
-    done = image.run("/usr/bin/starsd-edge", *argv, "--max-new-tokens", "3", "--threads", "1", "--json")
+def test_systemd_takes_units_and_settings(image: Image) -> None:
+    """Offline: the settings are those of the release that `current` leads to."""
+    if shutil.which("systemctl") is None:
+        pytest.skip("systemctl is not installed")
+    root = image.order.root
+    for unit in UNITS:
+        settings = (root / settings_link(unit)).resolve()
+        assert settings == (root / "opt/starsd/a/units").resolve() / unit.replace(".service", ".conf")
+        done = subprocess.run(["systemctl", f"--root={root}", "is-enabled", unit], capture_output=True, check=False)
+        assert done.stdout == b"enabled\n", done.stderr
+
+
+def test_the_first_boot_takes_no_network(image: Image) -> None:
+    """On a device that has the bundle that its device file names. Last, since the tree is no image then."""
+    if not image.order.bundles:
+        pytest.skip("torch is not installed, which makes a small bundle")
+    markers = image.order.root / FIRST_BOOT
+    markers.mkdir()
+    (markers / "compile").touch()  # minutes by emulation; without byte code everything runs, too
+    done = image.run("/usr/bin/starsd-edge", "first-boot", "--port", "0", "--json", network=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    ended = {row["step"]: (row["state"], row["note"]) for row in rows if row["state"] != "runs"}
+    assert ended["model"] == ("done", "it answers")
+    assert {name for name, (state, _) in ended.items() if state == "skipped"} <= {"storage", "clock"}
+    ask = ["runuser", "-u", "starsd", "--", "/usr/bin/starsd-edge", "generate", "--model", image.order.bundles[0].name]
+    ask += ["--prompt", "Is this so?", "--policy", "plain", "--max-new-tokens", "3", "--threads", "1", "--json"]
+    done = image.run("/usr/bin/env", "STARSD_HOME=/var/lib/starsd", *ask, network=False)
     row: dict[str, Any] = msgspec.json.decode(done.stdout)
     assert row["new_tokens"] == len(row["token_ids"]) > 0
-    shutil.rmtree(folder)

@@ -17,6 +17,7 @@ from fake_bsp import KEY, calls_of, fake_commands, let_anyone_own, make_bsp, mak
 from starsd.edge import image_manifest, image_mounts
 from starsd.edge.cli import main
 from starsd.edge.enrol import Device, Wifi
+from starsd.edge.image_alone import alone
 from starsd.edge.image_build import STAGES, Builder, work_folder
 from starsd.edge.image_mounts import mounted, mounted_below, undo_mounts
 from starsd.edge.image_plan import Order, commands
@@ -104,6 +105,7 @@ def test_an_image_has_everything_in_its_place(tmp_path: Path) -> None:
     assert (root / "home/edge/.ssh/authorized_keys").read_text() == KEY
     assert (root / "etc/starsd/release.pub").read_bytes() == b"a public key\n"
     assert not (root / "var/cache/starsd").exists()
+    assert not (root / "opt/starsd/.starsd.lock").exists()
     assert not (root / "usr/sbin/policy-rc.d").exists()
 
 
@@ -240,6 +242,34 @@ def test_wheels_come_by_the_pip_of_the_devices_python(tmp_path: Path, fakes: Pat
     assert names_called(tmp_path).count("python3.99") == len(asked) + 1
 
 
+def test_one_build_at_a_time(tmp_path: Path) -> None:
+    """Of a tree, whatever its work folder, and in a work folder; it is taken before anything is run."""
+    order = make_order(tmp_path)
+    under_way = f"is under way, process {os.getpid()}: wait for its end"
+    with alone("build", order.bsp.folder), pytest.raises(UsageError, match=f"build or flash of .*Tegra {under_way}"):
+        build(order, tmp_path)
+    with alone("build", tmp_path / "work"), pytest.raises(UsageError, match=f"build in .*/work {under_way}"):
+        build(order, tmp_path)
+    assert names_called(tmp_path) == []
+
+    def at(*here: str) -> None:
+        with pytest.raises(UsageError, match=under_way):
+            build(order, tmp_path / "elsewhere")
+
+    build(order, tmp_path, at=at)
+    assert names_called(tmp_path) == ONCE
+
+
+def test_commands_of_a_build_hold_its_lock(tmp_path: Path) -> None:
+    """So that they keep it when the build is killed."""
+    order = make_order(tmp_path)
+    tell = f"for one in /proc/self/fd/*; do readlink $one; done >{tmp_path}/open; true"
+    recorder(order.bsp.folder / "apply_binaries.sh", order.bsp.folder / "calls", tell)
+    build(order, tmp_path)
+    held = {str(order.bsp.folder / ".starsd.lock"), str(tmp_path / "work/.starsd.lock")}
+    assert held <= set((tmp_path / "open").read_text().splitlines())
+
+
 def test_a_tree_that_was_unpacked_anew_is_built_anew(tmp_path: Path) -> None:
     order = make_order(tmp_path)
     build(order, tmp_path)
@@ -258,6 +288,34 @@ def test_what_an_earlier_image_had_goes(tmp_path: Path) -> None:
     assert not wifi.exists()
     assert not (order.root / "etc/starsd/release.pub").exists()
     assert (order.root / "etc/hostname").read_text() == "other\n"
+
+
+@pytest.mark.parametrize(("user", "keys"), [("ada", KEY.encode()), ("edge", b"")])
+def test_a_user_that_an_earlier_image_had_goes_and_others_stay(tmp_path: Path, user: str, keys: bytes) -> None:
+    order = make_order(tmp_path)
+    build(order, tmp_path)
+    build(msgspec.structs.replace(order, user=user, keys=keys), tmp_path)
+    names = ["root", "nobody", *(["ada"] if keys else [])]
+    for name in ("passwd", "shadow"):
+        lines = (order.root / "etc" / name).read_text().splitlines()
+        assert [line.partition(":")[0] for line in lines] == names
+    group = (order.root / "etc/group").read_text()
+    assert f"sudo:x:27:{'ada' if keys else ''}\n" in group
+    assert "edge" not in group
+    assert not (order.root / "home/edge").exists()
+    assert not (order.root / "etc/sudoers.d/50-edge").exists()
+
+
+def test_a_release_that_was_stated_wrong_is_found_out_when_the_tree_tells(tmp_path: Path) -> None:
+    order = make_order(tmp_path)
+    folder = order.bsp.folder
+    (folder / "nv_tegra/bsp_version").unlink()
+    order = msgspec.structs.replace(order, bsp=open_bsp(folder, "36.5.0"))
+    brings = f"echo '# R36 (release), REVISION: 4.3' >{folder}/rootfs/etc/nv_tegra_release"
+    recorder(folder / "apply_binaries.sh", folder / "calls", brings)
+    with pytest.raises(UsageError, match=r"nv_tegra_release says R36\.4\.3, expected R36\.5\.0 as --l4t-release has"):
+        build(order, tmp_path)
+    assert names_called(tmp_path) == ONCE[:2]
 
 
 def test_mounts_are_undone_however_it_ends(tmp_path: Path) -> None:
@@ -355,6 +413,9 @@ def test_dry_run_shows_every_command(
     assert capsys.readouterr().err.endswith("building an image needs root, got user 1000: run it with sudo\n")
     assert main([*argv, "--dry-run", "--openrm"]) == 1
     assert "orin-nano with --openrm has no GPU, expected it without" in capsys.readouterr().err
+    device.write_bytes(msgspec.json.encode(msgspec.structs.replace(DEVICE, token="")))
+    assert main([*argv, "--dry-run"]) == 1
+    assert "the device file names wss://drafts.example and no token: add one of" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an image is built by root")

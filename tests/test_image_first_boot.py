@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_bsp import let_anyone_own
 
+from starsd.edge import image_first_boot
 from starsd.edge.cli import main
 from starsd.edge.image_first_boot import FirstBoot, FirstBootError, Machine
 from starsd.edge.image_progress import Progress, StepState, served
@@ -48,7 +51,7 @@ class Fake(Machine):
             raise FirstBootError(f"{argv[0]} failed with status 1: out of luck")
         return self.answers.get(argv[0], "")
 
-    def stream(self, argv: Sequence[str], env: dict[str, str], line: Callable[[str], None]) -> None:
+    def stream(self, argv: Sequence[str], env: dict[str, str], line: Callable[[str], None], *, umask: int = -1) -> None:
         self.run(argv, env=env)
         if argv[0] == "runuser":
             line("exporting 40 %")
@@ -160,10 +163,23 @@ def test_a_clock_that_nobody_sets_is_no_reason_to_stop(machine: Fake) -> None:
     assert machine.slept == 90
 
 
+def test_a_clock_that_cannot_be_asked_is_no_reason_to_stop(machine: Fake) -> None:
+    machine.fails = "timedatectl"
+    note = "timedatectl failed with status 1: out of luck"
+    assert {"step": "clock", "state": "skipped", "note": note} in boot(machine)
+
+
 def test_storage_that_does_not_grow_is_left_alone(machine: Fake) -> None:
     machine.answers["findmnt"] = "overlay overlay"
     assert {"step": "storage", "state": "skipped", "note": "overlay is overlay"} in boot(machine)
     assert not [argv for argv in machine.ran if argv[0] in ("sfdisk", "resize2fs")]
+
+
+@pytest.mark.parametrize("said", ["", "/dev/nvme0n1p1"])
+def test_storage_of_which_nothing_is_told_is_left_alone(machine: Fake, said: str) -> None:
+    machine.answers["findmnt"] = said
+    note = f"findmnt says {said!r} of /, expected its device and its kind"
+    assert {"step": "storage", "state": "skipped", "note": note} in boot(machine)
 
 
 def test_storage_that_cannot_grow_is_no_reason_to_stop(machine: Fake) -> None:
@@ -211,6 +227,49 @@ def test_progress_is_shown_over_http(machine: Fake, monkeypatch: pytest.MonkeyPa
     assert page.count("<b>done</b>") == len(STEPS)
 
 
+def test_a_device_file_that_cannot_be_read_is_shown_as_the_failure_of_its_step(machine: Fake) -> None:
+    (machine.root / "etc/starsd/device.json").write_text('{"server": ')
+    with served(Progress([]), "127.0.0.1", 0) as port:
+        pass
+    shown: list[str] = []
+    machine.answers["findmnt"] = ""
+    run = machine.run
+
+    def look(argv: Sequence[str], **more: Any) -> str:
+        if argv[0] == "timedatectl":
+            shown.append(get(port or 0, "/progress").decode())
+        return run(argv, **more)
+
+    machine.run = look  # type: ignore[method-assign]
+    started = FirstBoot(port=port or 0, machine=machine, report=lambda row: None)
+    with pytest.raises(FirstBootError, match=r"credential: .*device\.json"):
+        started.run()
+    assert '"name":"clock","what":"the time","state":"runs"' in shown[0]
+    assert "device.json" in started.progress.failed
+
+
+def test_the_edges_user_may_read_the_byte_code(machine: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the mask of the unit."""
+    library, programs = tmp_path / "library", tmp_path / "programs"
+    for folder in (library, programs):
+        folder.mkdir(mode=0o755)
+    (library / "one.py").write_text("x = 1\n")
+    script = f'#!/bin/sh\n[ "$1" = -m ] || exec echo {library}\nexec {sys.executable} "$@"\n'
+    (programs / "python").write_text(script)
+    (programs / "python").chmod(0o755)
+    monkeypatch.setattr(image_first_boot, "PROGRAMS", str(programs))
+    before = os.umask(0o077)
+    try:
+        FirstBoot(port=0, machine=Machine(tmp_path))._compile(StepState("compile", ""))
+    finally:
+        os.umask(before)
+    cache = library / "__pycache__"
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o755
+    assert [stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()] == [0o644]
+    unit = resources.files("starsd.edge").joinpath("units", "starsd-first-boot.conf").read_text()
+    assert "Environment=PYTHONDONTWRITEBYTECODE=1\n" in unit  # else this program itself writes some, before that step
+
+
 def test_what_a_page_shows_is_text() -> None:
     page = Progress([StepState("a", "b", "failed", "<script>")], failed="<b>").page().decode()
     assert "&lt;script&gt;" in page
@@ -229,6 +288,10 @@ def test_a_machine_runs_programs(tmp_path: Path) -> None:
     lines: list[str] = []
     machine.stream(["sh", "-c", "echo one; echo two >&2"], {}, lines.append)
     assert lines == ["one", "two"]
+    binary = ["sh", "-c", "printf '\\377\\376'"]
+    assert machine.run(binary) == "\ufffd\ufffd"
+    machine.stream(binary, {}, lines.append)
+    assert lines[2:] == ["\ufffd\ufffd"]
     for call in (machine.run, lambda argv: machine.stream(argv, {}, lines.append)):
         with pytest.raises(FirstBootError, match="sh failed with status 3: no"):
             call(["sh", "-c", "echo no; exit 3"])

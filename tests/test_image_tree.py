@@ -10,7 +10,7 @@ import pytest
 from fake_bsp import KEY, let_anyone_own, make_tree
 
 from starsd.edge.image_tree import File, Folder, Gone, Link, Step, apply, inside, is_applied
-from starsd.edge.image_users import open_passwords, read_keys, user_steps
+from starsd.edge.image_users import user_steps
 from starsd.shared.errors import UsageError
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -141,7 +141,6 @@ def test_a_user_gets_in_by_key_alone(root: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (keys, keys.parent, keys.parent.parent)}
     assert modes == {"authorized_keys": 0o600, ".ssh": 0o700, "edge": 0o750}
     assert stat.S_IMODE((root / "etc/sudoers.d/50-edge").stat().st_mode) == 0o440
-    assert open_passwords(root) == []
     again = user_steps(root, "edge", KEY.encode())
     assert [step.content for step in again if isinstance(step, File)] == [
         (root / step.path).read_bytes() for step in again if isinstance(step, File)
@@ -172,27 +171,59 @@ def test_a_users_name_that_the_system_has_is_refused(root: Path) -> None:
         user_steps(root, "daemon", b"")
 
 
-def test_passwords_are_found(root: Path) -> None:
-    with (root / "etc/shadow").open("a") as file:
-        file.write("ada:$6$salt$hash:1:0:99999:7:::\nbob::1:0:99999:7:::\n")
-    assert open_passwords(root) == ["ada", "bob"]
+@pytest.mark.parametrize("name", ["nobody", "many"])
+def test_a_number_outside_those_of_people_is_the_systems(root: Path, name: str) -> None:
+    with (root / "etc/passwd").open("a") as file:
+        file.write("many:x:60001:60001::/:/bin/sh\n")
+    with pytest.raises(UsageError, match=f"user {name} belongs to the system, expected another name"):
+        user_steps(root, name, b"")
+
+
+@pytest.mark.parametrize("name", ["sudo", "video", "nogroup"])
+def test_a_name_that_only_a_group_has_is_refused(root: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"user {name} has the name of a group of the system, expected another name"):
+        user_steps(root, name, b"")
+
+
+def test_names_of_people_in_any_encoding_stay(root: Path) -> None:
+    with (root / "etc/passwd").open("ab") as file:
+        file.write(b"ada:x:1000:1000:Ad\xe9:/:/bin/sh\n")
+    (passwd, *_) = [step.content for step in user_steps(root, "edge", b"") if isinstance(step, File)]
+    assert b":Ad\xe9:" in passwd
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("line", "message"),
     [
-        ("-----BEGIN OPENSSH " + "PRIVATE KEY-----\nx\n", "is a private key, expected the public one, usually key.pub"),
-        ("# nobody\n\n", "holds no key, expected the like of ssh-ed25519 AAAA…"),
-        ("ssh-dss " + "A" * 60 + " old\n", "has a key of type 'ssh-dss', expected one of ssh-ed25519, ssh-rsa, "),
-        ('command="sh" ' + KEY, "has a key of type 'command=\"sh\"', expected one of"),
+        ("ada:x", "etc/passwd has a line of 2 fields, expected 7"),
+        ("+::::::", r"etc/passwd has the number '' for '\+', expected digits"),
+        ("ada:x:ten:10::/:/bin/sh", "etc/passwd has the number 'ten' for 'ada', expected digits"),
+        ("root::0:0:root:/:/bin/bash", "etc/passwd has 'root' more than once, expected each name once"),
     ],
 )
-def test_keys_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "key").write_text(text)
+def test_accounts_that_cannot_be_are_refused(root: Path, line: str, message: str) -> None:
+    with (root / "etc/passwd").open("a") as file:
+        file.write(f"{line}\n")
     with pytest.raises(UsageError, match=message):
-        read_keys(tmp_path / "key")
+        user_steps(root, "edge", b"")
 
 
-def test_keys_are_read(tmp_path: Path) -> None:
-    (tmp_path / "key").write_text(f"# mine\n  {KEY}\n{KEY}")
-    assert read_keys(tmp_path / "key").decode() == KEY + KEY
+@pytest.mark.parametrize("path", ["", "/", "usr/..", "usr/."])
+def test_the_tree_itself_is_no_path_in_it(root: Path, path: str) -> None:
+    for step in (Gone(path), File(path, b""), Link(path, "x")):
+        with pytest.raises(UsageError, match=rf"got path '{path}', expected one below .*rootfs"):
+            apply(root, step)
+    assert (root / "usr").is_dir()
+
+
+def test_half_written_files_go_with_what_they_were_for(root: Path) -> None:
+    part = root / "etc/.secret.starsd"
+    apply(root, File("etc/secret", b"new", mode=0o600))
+    for step in (File("etc/secret", b"new", mode=0o600), Gone("etc/secret"), Gone("etc/secret")):
+        part.write_text("another device's")
+        assert not is_applied(root, step)
+        apply(root, step)
+        assert not part.exists()
+    part.mkdir()
+    apply(root, File("etc/secret", b"new"))
+    assert not part.exists()

@@ -32,6 +32,7 @@ def bsp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bsp:
     folder = fake_commands(tmp_path / "bin", tmp_path / "calls")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     found = open_bsp(make_bsp(tmp_path))
+    (found.rootfs / "etc/ssh/sshd_config").write_text(f"{INCLUDE}PermitRootLogin yes\nUsePAM yes\n")
     order = Order(
         bsp=found,
         board=NANO,
@@ -65,6 +66,20 @@ def write(text: str = "x") -> Callable[[Path], object]:
     return do
 
 
+def add(text: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(path.read_text() + text)
+
+
+def program(mode: int, text: str = "x") -> Callable[[Path], object]:
+    def do(path: Path) -> None:
+        write(text)(path)
+        path.chmod(mode)
+
+    return do
+
+
+NO_ROOT = "has no root, expected the accounts of the system: unpack the tree anew"
+INCLUDE = "Include /etc/ssh/sshd_config.d/*.conf\n"
 BAD: list[tuple[Callable[[Path], object], tuple[str, str, str]]] = [
     (
         change("etc/hostname", write()),
@@ -119,6 +134,79 @@ BAD: list[tuple[Callable[[Path], object], tuple[str, str, str]]] = [
         change("etc/shadow", write("root:$6$x$y:1:0:99999:7:::\n")),
         ("users", "etc/shadow", "has a password for root, expected keys only"),
     ),
+    (change("etc/passwd", Path.unlink), ("users", "etc/passwd", NO_ROOT)),
+    (change("etc/passwd", write("ada:x:1000:1000::/:/bin/sh\n")), ("users", "etc/passwd", NO_ROOT)),
+    (change("etc/group", Path.unlink), ("users", "etc/group", NO_ROOT)),
+    (
+        change("etc/shadow", add("ada::1:0:99999:7:::\n")),
+        ("users", "etc/shadow", "lets ada in without a password, expected keys only"),
+    ),
+    (
+        change("etc/passwd", add("ada::1001:1001::/:/bin/sh\n")),
+        ("users", "etc/passwd", "lets ada in without a password, expected keys only"),
+    ),
+    (
+        change("etc/passwd", add("ada:x:0:0::/:/bin/sh\n")),
+        ("users", "etc/passwd", "gives ada the number of root, expected it for nobody else"),
+    ),
+    (
+        change("root/.ssh/authorized_keys2", write(KEY)),
+        ("users", "root/.ssh/authorized_keys2", "lets root in by a key, expected nobody but a user"),
+    ),
+    (
+        change("etc/sudoers.d/ada", write("ada ALL=(ALL) NOPASSWD: ALL\n")),
+        (
+            "ownership",
+            "etc/sudoers.d/ada",
+            "may let others become root, the manifest does not list it, and no package lists it",
+        ),
+    ),
+    (
+        change("usr/bin/shell", program(0o4755)),
+        ("ownership", "usr/bin/shell", "has mode 4755, and no package lists it"),
+    ),
+    (
+        change("etc/ssh/sshd_config.d/00-more.conf", write("PasswordAuthentication=yes\n")),
+        ("users", "etc/ssh/sshd_config.d/00-more.conf", "has sshd take PasswordAuthentication yes, expected no"),
+    ),
+    (
+        change("etc/ssh/sshd_config", write(f"# x\nChallengeResponseAuthentication yes\n{INCLUDE}")),
+        ("users", "etc/ssh/sshd_config", "has sshd take KbdInteractiveAuthentication yes, expected no"),
+    ),
+    (
+        change("etc/ssh/sshd_config.d/00-more.conf", write('Match User ada\n  permitRootLogin "yes"\n')),
+        ("users", "etc/ssh/sshd_config.d/00-more.conf", "has sshd take PermitRootLogin yes, expected no"),
+    ),
+    (
+        change("etc/ssh/sshd_config", write("UsePAM yes\n")),
+        (
+            "users",
+            "etc/ssh/sshd_config",
+            "says nothing of PasswordAuthentication and includes no file that does, expected no",
+        ),
+    ),
+    (
+        change("etc/starsd/token", write("hush")),
+        ("secrets", "etc/starsd/token", "is not in the manifest, and may be another device's: remove it"),
+    ),
+    (
+        change("etc/NetworkManager/system-connections/cellar", write("[wifi-security]\npsk=hush\n")),
+        (
+            "secrets",
+            "etc/NetworkManager/system-connections/cellar",
+            "is not in the manifest, and may be another device's: remove it",
+        ),
+    ),
+    (
+        change("usr/sbin/policy-rc.d", program(0o755, "#!/bin/sh\nexit 101\n")),
+        ("leftovers", "usr/sbin/policy-rc.d", "is the build's, and keeps services from starting: remove it"),
+    ),
+    (
+        change(
+            "etc/starsd/image.json", lambda path: path.write_text(path.read_text().replace(" true\n}", " false\n}"))
+        ),
+        ("manifest", "etc/starsd/image.json", "is of a build that was stopped: build the image again"),
+    ),
     (
         change("home/edge/.ssh", lambda path: path.chmod(0o777)),
         ("users", "home/edge/.ssh", "is not the user's alone, so that sshd ignores the key"),
@@ -135,6 +223,14 @@ BAD: list[tuple[Callable[[Path], object], tuple[str, str, str]]] = [
         change("opt/starsd/current", Path.unlink),
         ("files", "opt/starsd/current/bin/starsd-edge", "is missing, expected what the package installs"),
     ),
+    (
+        change("opt/starsd/a/units/starsd-edge.conf", Path.unlink),
+        (
+            "files",
+            "usr/lib/systemd/system/starsd-edge.service.d/release.conf",
+            "is missing, expected what the package installs",
+        ),
+    ),
 ]
 
 
@@ -142,6 +238,43 @@ BAD: list[tuple[Callable[[Path], object], tuple[str, str, str]]] = [
 def test_a_bad_image_is_found_out(bsp: Bsp, spoil: Callable[[Path], object], finding: tuple[str, str, str]) -> None:
     spoil(bsp.rootfs)
     assert finding in errors(bsp)
+
+
+def test_what_a_package_brings_is_taken_as_meant(bsp: Bsp) -> None:
+    info = bsp.rootfs / "var/lib/dpkg/info"
+    info.mkdir()
+    (info / "sudo.list").write_text("/.\n/etc/sudoers.d/README\n/usr/bin/sudo\n")
+    (info / "util-linux.list").write_text("/.\n/bin/su\n")  # as packages had it before /bin was a link
+    for path in ("usr/bin/sudo", "usr/bin/su"):
+        program(0o4755)(bsp.rootfs / path)
+    for path in ("etc/sudoers.d/README", "etc/sudoers.d/ada.off", "etc/sudoers.d/ada~"):
+        write()(bsp.rootfs / path)
+    write("[wifi]\nssid=open\n")(bsp.rootfs / "etc/NetworkManager/system-connections/open")
+    assert errors(bsp) == []
+
+
+def test_others_who_may_come_in_are_told_of(bsp: Bsp) -> None:
+    root = bsp.rootfs
+    add("ada:x:1001:1001::/srv/ada:/bin/sh\nbob:hash:1002:1002::/:/bin/sh\n")(root / "etc/passwd")
+    add("ada:$6$salt$hash:1:0:99999:7:::\n")(root / "etc/shadow")
+    write(KEY)(root / "srv/ada/.ssh/authorized_keys")
+    program(0o755)(root / "usr/sbin/policy-rc.d")
+    listed = ("manifest", "etc/passwd", "is not what was written: its SHA-256 differs from the manifest's")
+    assert errors(bsp) == [listed]
+    assert {(one.path, one.problem) for one in verify(bsp, NANO) if not one.error} >= {
+        ("etc/passwd", "has a password for bob, expected keys only"),
+        ("etc/shadow", "has a password for ada, expected keys only"),
+        ("srv/ada/.ssh/authorized_keys", "lets ada in, and the manifest does not list it"),
+        ("usr/sbin/policy-rc.d", "decides what starts when a package is installed"),
+    }
+
+
+def test_accounts_that_cannot_be_read_are_an_error(bsp: Bsp) -> None:
+    (bsp.rootfs / "etc/passwd").write_text("root:x\n")
+    found = [problem for check, path, problem in errors(bsp) if (check, path) == ("users", "etc/passwd")]
+    assert len(found) == 1
+    assert found[0].startswith("cannot be read: ")
+    assert found[0].endswith("etc/passwd has a line of 2 fields, expected 7")
 
 
 def test_name_servers_of_this_machine_are_noticed(bsp: Bsp) -> None:

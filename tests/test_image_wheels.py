@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 from fake_bsp import make_wheels, read_deb
 
+from starsd.edge import image_wheels
 from starsd.edge.cli import main
 from starsd.edge.image_deb import UNITS, write_deb, write_release
 from starsd.edge.image_wheels import (
     SOURCES,
     fill_commands,
     fill_wheelhouse,
+    find_source,
     interpreter,
     read_wheelhouse,
     requirements,
@@ -120,6 +122,41 @@ def test_filling_builds_a_copy_of_the_source(tmp_path: Path) -> None:
     assert source_digest(str(tmp_path / "nothing")) == ""
 
 
+def test_places_with_spaces_are_said_as_pip_reads_them(tmp_path: Path) -> None:
+    ours = tmp_path / "o s"
+    ours.mkdir()
+    (ours / "pyproject.toml").write_text('[project]\nname = "starsd"\nversion = "9.8.7"\n')
+    _, download = fill_commands(tmp_path / "a b/w", "3.99", str(ours))
+    wanted = f"starsd[export,update] @ file://{tmp_path}/a%20b/w/own/starsd-9.8.7-py3-none-any.whl"
+    assert download.argv[-2] == wanted
+
+
+def test_the_source_is_ours_or_one_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Path(__file__).parent.parent
+    assert find_source(None) == find_source(ours) == str(ours)
+    monkeypatch.chdir(ours)
+    assert find_source(Path()) == str(ours)
+    wheel = tmp_path / "starsd-1-py3-none-any.whl"
+    wheel.touch()
+    assert find_source(wheel) == str(wheel)
+    for other in (tmp_path, tmp_path / "missing", tmp_path / "missing.whl"):
+        with pytest.raises(UsageError, match=rf"--source {other} has no edge, expected a wheel of starsd or a clone"):
+            find_source(other)
+
+
+def test_installed_apart_from_its_source_it_says_what_to_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(image_wheels, "__file__", str(tmp_path / "site-packages/starsd/edge/image_wheels.py"))
+    assert main(["image", "package", "--out", str(tmp_path / "out"), "--dry-run"]) == 1
+    assert capsys.readouterr().err == (
+        "starsd-edge: starsd runs apart from its source, expected --source FOLDER, a clone of its repository (or a "
+        "wheel of it), or all wheels by --wheelhouse FOLDER\n"
+    )
+    for more in (["--wheelhouse", str(make_wheels(tmp_path / "w"))], ["--source", str(Path(__file__).parent.parent)]):
+        assert main(["image", "package", "--out", str(tmp_path / "out"), "--dry-run", *more]) == 0
+
+
 def data_of(deb: Path) -> tarfile.TarFile:
     return tarfile.open(fileobj=io.BytesIO(read_deb(deb)["data.tar"]))
 
@@ -134,12 +171,18 @@ def test_the_package_holds_units_wheels_and_scripts(tmp_path: Path) -> None:
         assert text is not None
         fields = text.read().decode()
         assert control.getmember("./postinst").mode == 0o755
+        script = control.extractfile("./postinst")
+        assert script is not None
+        assert b"\nexec 9>>/opt/starsd/.starsd.lock\nflock --nonblock 9 || " in script.read()
     assert "Version: 0.1.0\nArchitecture: arm64\n" in fields
     assert "Depends: python3 (>= 3.10), python3 (<< 3.11), " in fields
     with data_of(tmp_path / "x.deb") as data:
         members = {member.name: member for member in data.getmembers()}
     for unit in UNITS:
-        assert f"./usr/lib/systemd/system/{unit}" in members
+        assert members[f"./usr/lib/systemd/system/{unit}"].isreg()
+        link = members[f"./usr/lib/systemd/system/{unit}.d/release.conf"]
+        settings = f"../../../../../opt/starsd/current/units/{unit.removesuffix('.service')}.conf"
+        assert link.linkname == settings
     assert (
         "./usr/share/starsd/wheelhouse/numpy-2.2.0-cp310-cp310-manylinux_2_17_aarch64.manylinux2014_aarch64.whl"
         in members
@@ -175,6 +218,14 @@ def test_the_same_wheels_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
     write_release(house, tmp_path / "old.tar")
     assert (tmp_path / "old.tar").read_bytes() != made[0][1]
+
+
+@pytest.mark.parametrize("said", ["abc", "", "-1", "1.5", "²", "9" * 12])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", said)
+    house = read_wheelhouse(make_wheels(tmp_path / "w"), "3.10")
+    with pytest.raises(UsageError, match=rf"SOURCE_DATE_EPOCH is '{said}', expected seconds since 1970"):
+        write_deb(house, tmp_path / "x.deb")
 
 
 def test_a_wheel_that_changes_meanwhile_spoils_no_package(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
+import signal
+import stat
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_bsp import make_bsp
 
 from starsd.edge.cli import main
-from starsd.edge.l4t import Release, installed_packages, open_bsp, parse_release
+from starsd.edge.l4t import Release, check_stated, installed_packages, open_bsp, parse_release
 from starsd.edge.l4t_boards import (
     BOARDS,
     check_openrm,
@@ -22,8 +26,7 @@ from starsd.edge.l4t_boards import (
     storage_of,
 )
 from starsd.edge.l4t_command import Command, CommandError, run
-from starsd.edge.l4t_lock import check_archives, encode, locked, make_lock, read_lock
-from starsd.shared.errors import HashMismatchError, UsageError
+from starsd.shared.errors import StorageError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,11 @@ def test_a_package_says_its_release(tmp_path: Path) -> None:
     bsp = open_bsp(make_bsp(tmp_path, "39"))
     assert (str(bsp.release), bsp.python) == ("39.4.3", "3.12")
     (bsp.folder / "nv_tegra/bsp_version").unlink()
-    with pytest.raises(UsageError, match=r"is no Linux_for_Tegra, expected one of nv_tegra/bsp_version, "):
+    looked = (
+        r"does not say its release, looked for nv_tegra/bsp_version, nv_tegra/release, nv_tegra/nv_tegra_release, "
+        r"rootfs/etc/nv_tegra_release in it: expected .*, or its release as --l4t-release 36\.4\.3"
+    )
+    with pytest.raises(UsageError, match=looked):
         open_bsp(bsp.folder)
     (bsp.rootfs / "etc/nv_tegra_release").write_text("# R36 (release), REVISION: 5.0\n")
     bsp = open_bsp(bsp.folder)
@@ -56,6 +63,45 @@ def test_a_package_says_its_release(tmp_path: Path) -> None:
         open_bsp(bsp.folder)
     with pytest.raises(UsageError, match="missing is not a folder, expected an unpacked Linux_for_Tegra"):
         open_bsp(tmp_path / "missing")
+
+
+def test_a_release_may_be_stated_where_no_file_tells(tmp_path: Path) -> None:
+    folder = make_bsp(tmp_path)
+    file = folder / "nv_tegra/bsp_version"
+    assert open_bsp(folder, "R36.4.3") == open_bsp(folder)
+    with pytest.raises(UsageError, match=r"nv_tegra/bsp_version says R36\.4\.3, expected R36\.5\.0 as --l4t-release"):
+        open_bsp(folder, "36.5")
+    brought = folder / "rootfs/etc/nv_tegra_release"
+    brought.write_text("# R36 (release), REVISION: 5.0\n")
+    with pytest.raises(UsageError, match=r"rootfs/etc/nv_tegra_release says R36\.5\.0, expected R36\.4\.3 as --l4t-r"):
+        open_bsp(folder, "36.4.3")  # not the first file, yet a file
+    brought.unlink()
+    file.unlink()
+    bsp = open_bsp(folder, "36.5.0")
+    assert (bsp.release, bsp.stated, bsp.python) == (Release(36, 5, 0), True, "3.10")
+    check_stated(bsp)
+    brought.write_text("# R36 (release), REVISION: 4.3\n")
+    with pytest.raises(UsageError, match=r"says R36\.4\.3, expected R36\.5\.0 as --l4t-release has it"):
+        check_stated(bsp)
+    for text in ("36", "JetPack 6.2", "36.4.3 or so"):
+        with pytest.raises(UsageError, match=f"--l4t-release is '{text}', expected the like of 36.4.3"):
+            open_bsp(folder, text)
+
+
+@pytest.mark.parametrize("command", [["image", "build"], ["image", "verify"], ["flash"]], ids="-".join)
+def test_commands_take_a_stated_release(
+    tmp_path: Path, starsd_home: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    folder = make_bsp(tmp_path)
+    (folder / "nv_tegra/bsp_version").unlink()
+    argv = [*command, "--l4t", str(folder), "--board", "orin-nano", "--dry-run", "--json"]
+    assert main(argv) == 1
+    assert capsys.readouterr().err.endswith("or its release as --l4t-release 36.4.3\n")
+    assert main([*argv, "--l4t-release", "36.4.3"]) == 0
+    assert capsys.readouterr().out.startswith('{"argv":[')
+    assert main([*argv, "--l4t-release", "38.2"]) == 1
+    message = "starsd-edge: Jetson Linux is R38.2.0, expected R36 or R39 for orin-nano\n"
+    assert capsys.readouterr().err == message
 
 
 def test_only_releases_that_run_on_a_board() -> None:
@@ -111,59 +157,13 @@ def test_packages_that_were_removed_do_not_count(tmp_path: Path) -> None:
     assert installed_packages(tmp_path) == {"a"}
 
 
-def test_a_lock_file_pins_both_archives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bsp, rootfs, file = (tmp_path / name for name in ("Jetson.tbz2", "Sample.tbz2", "lock.json"))
-    bsp.write_bytes(b"package")
-    rootfs.write_bytes(b"tree")
-    assert main(["image", "lock", str(bsp), str(rootfs), "--lock", str(file)]) == 0
-    lock = read_lock(file)
-    assert lock == make_lock(bsp, rootfs)
-    assert lock.hashes() == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (bsp, rootfs)}
-    assert check_archives(lock, tmp_path) == (bsp, rootfs)
-    argv = ["image", "unpack", "--archives", str(tmp_path), "--dest", str(tmp_path / "to"), "--lock", str(file)]
-    capsys.readouterr()
-    assert main([*argv, "--dry-run", "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["argv"][:3] for row in rows] == [["tar", "-xpf", str(bsp)], ["tar", "-xpf", str(rootfs)]]
-    assert rows[1]["argv"][-1] == str(tmp_path / "to/Linux_for_Tegra/rootfs")
-    rootfs.write_bytes(b"another tree")
-    with pytest.raises(HashMismatchError, match=r"Sample.tbz2 has SHA-256 \w{64}, expected \w{64}"):
-        check_archives(lock, tmp_path)
-    rootfs.unlink()
-    with pytest.raises(UsageError, match="is missing, expected the archive that the lock file pins"):
-        check_archives(lock, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "cannot be read: Object missing required field `bsp`"),
-        (
-            '{"bsp": {"file": "../a", "sha256": "00"}, "rootfs": {"file": "b", "sha256": "00"}}',
-            r"pins '\.\./a', expected a",
-        ),
-    ],
-)
-def test_lock_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "lock").write_text(text)
-    with pytest.raises(UsageError, match=message):
-        read_lock(tmp_path / "lock")
-
-
-def test_a_package_remembers_its_lock(tmp_path: Path) -> None:
-    assert locked(tmp_path) == {}
-    (tmp_path / "a").write_bytes(b"a")
-    lock = make_lock(tmp_path / "a", tmp_path / "a")
-    (tmp_path / "starsd-lock.json").write_bytes(encode(lock))
-    assert locked(tmp_path) == lock.hashes()
-
-
 def test_commands_are_streamed_and_logged(tmp_path: Path) -> None:
     seen: list[str] = []
     code = "import os, sys; print('one', flush=True); print(os.environ['HOW'], os.getcwd(), file=sys.stderr)"
     run(Command((sys.executable, "-c", code), str(tmp_path), {"HOW": "well"}), tmp_path / "logs/log", seen.append)
     assert seen == ["one", f"well {tmp_path}"]
     log = (tmp_path / "logs/log").read_text()
+    assert stat.S_IMODE((tmp_path / "logs/log").stat().st_mode) == 0o600
     assert log.startswith(f"$ cd {tmp_path} && HOW=well {sys.executable} -c ")
     assert log.endswith(f"one\nwell {tmp_path}\n# status 0\n")
 
@@ -175,3 +175,66 @@ def test_failures_name_the_last_lines_and_the_log(tmp_path: Path) -> None:
         run(Command((sys.executable, "-c", code), str(tmp_path)), log)
     with pytest.raises(CommandError, match=r"nothing-here cannot be run in .*: no such file or directory"):
         run(Command(("nothing-here",), str(tmp_path)), log)
+
+
+def test_what_a_command_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
+    """Though it holds the command's output open, and goes on talking."""
+    left = tmp_path / "left"
+    seen: list[str] = []
+    script = (
+        f"(trap '' PIPE; for _ in $(seq 400); do echo more; sleep 0.05; done) & echo $! >{left}; printf 'last word'"
+    )
+    started = time.monotonic()
+    try:
+        run(Command(("sh", "-c", script), str(tmp_path)), tmp_path / "log", seen.append)
+        assert "last word" in "".join(seen)
+        assert time.monotonic() - started < 10
+        os.kill(int(left.read_text()), 0)  # it is left alone
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
+    assert (tmp_path / "log").read_text().endswith("# status 0\n")
+
+
+def test_a_command_that_closes_its_output_is_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="sh failed with status 7: it said nothing"):
+        run(Command(("sh", "-c", "exec >&- 2>&-; sleep 0.3; exit 7"), str(tmp_path)), tmp_path / "log")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_end_a_command_with_all_that_it_started(tmp_path: Path, number: signal.Signals) -> None:
+    """It is given time to tidy up."""
+    log, tidied, alive = tmp_path / "log", tmp_path / "tidied", tmp_path / "alive"
+    script = f"trap 'echo undone; echo tidied >{tidied}; exit 1' TERM; "
+    script += f"sh -c 'echo $$ >{alive}; sleep 60; :' & echo ready; wait"
+    program = (
+        "import sys; from pathlib import Path; from starsd.edge.l4t_command import Command, run; "
+        "run(Command(('sh', '-c', sys.argv[1]), '/'), Path(sys.argv[2]), print)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, script, str(log)], stderr=subprocess.DEVNULL) as child:
+        wait_for(lambda: log.exists() and "ready" in log.read_text() and alive.exists() and alive.read_text())
+        started = int(alive.read_text())
+        child.send_signal(number)
+        assert child.wait(20) == (128 + number if number != signal.SIGINT else -number)
+    assert tidied.exists()
+    wait_for(lambda: not lives(started))
+    assert log.read_text().endswith("ready\nundone\n# interrupted\n")
+
+
+def lives(process: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+
+
+def wait_for(done: Callable[[], object]) -> None:
+    until = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"log .*/file/log cannot be written: (not a directory|file exists)"):
+        run(Command(("true",), str(tmp_path)), tmp_path / "file/log")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from telemetry_trees import (
     COOLER,
@@ -174,6 +175,45 @@ def test_the_tightest_group_counts(tmp_path: Path) -> None:
     assert memory(files) == Memory(2 << 30, (1 << 29) + (1 << 28))
     write(tmp_path, {"proc/meminfo": MEMINFO.format(total=ORIN_TOTAL, available=1000)})
     assert memory(files) == Memory(2 << 30, 1000 << 10)
+
+
+@pytest.mark.parametrize("most", ["nan", "inf", "-inf", "-5", "1e400", "9" * 400, "²", "", "some"])
+@pytest.mark.parametrize("used", ["nan", "inf", "5", "1e30"])
+def test_limits_that_are_none_count_for_nothing(tmp_path: Path, most: str, used: str) -> None:
+    files, group = Files(orin_nano(tmp_path)), "sys/fs/cgroup/system.slice/starsd.service"
+    write(tmp_path, {f"{group}/memory.max": most, f"{group}/memory.current": used})
+    assert memory(files) == Memory(ORIN_TOTAL << 10, 5_000_000 << 10)
+
+
+def test_a_group_that_has_used_more_than_all_has_nothing_left(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/system.slice/starsd.service"
+    limits = {
+        f"{group}/memory.max": 2 << 30,
+        f"{group}/memory.current": "1e30",
+        f"{group}/memory.stat": "inactive_file ²",
+    }
+    assert memory(Files(write(orin_nano(tmp_path), limits))) == Memory(2 << 30, 0)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 16, "²", "٣٤٥", "-1", "1_000"])
+def test_numbers_that_no_linux_writes_are_unknown(tmp_path: Path, number: str) -> None:
+    root = orin_nano(tmp_path)
+    write(
+        root, {"proc/meminfo": f"MemTotal: {number} kB", "proc/stat": f"cpu 1 {number} 1 1 1", "proc/loadavg": number}
+    )
+    system = System(Files(root))
+    for _ in range(2):
+        assert msgspec.json.decode(msgspec.json.encode(system.sample()), type=Reading).memory_total is None
+
+
+@pytest.mark.parametrize("words", ["nan", "inf", "9" * 400, "-1", ""])
+def test_a_load_that_is_none_is_unknown(tmp_path: Path, words: str) -> None:
+    assert System(Files(write(orin_nano(tmp_path), {"proc/loadavg": words}))).sample().cpu_load is None
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "1e400", "0x" + "f" * 400])
+def test_smi_says_nothing_by_numbers_that_are_none(word: str) -> None:
+    assert read_smi(f"{word}, {word}, {word}, {word}") == Reading(source="nvidia-smi")
 
 
 def test_the_first_that_knows_is_believed_and_any_that_throttles() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import platform
 import sys
 import tarfile
 from collections.abc import Callable
@@ -19,20 +20,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fake_bsp import make_bsp, make_wheels
 
 from starsd.edge.cli import main
+from starsd.edge.image_alone import alone
 from starsd.edge.image_deb import write_release
 from starsd.edge.image_wheels import read_wheelhouse
-from starsd.edge.update import (
-    Release,
-    Slots,
-    Updated,
-    UpdateError,
-    check_release,
-    doctor,
-    run_installer,
-    unpack,
-    update,
-)
+from starsd.edge.update import Updated, check_release, doctor, run_installer, unpack, update
 from starsd.edge.update_sign import SignatureError, check, read_public_key
+from starsd.edge.update_slots import Release, Slots, UpdateError
 from starsd.shared.errors import UsageError
 
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -113,6 +106,7 @@ class Device:
             install=self.install,
             self_test=self.self_test,
             restart=self.restart,
+            machine="aarch64",
             **options,
         )
 
@@ -137,7 +131,7 @@ def test_updates_go_back_and_forth_between_two_environments(device: Device, tmp_
     device.update(make_release(tmp_path, signer, "0.3.0"))
     assert (device.runs(), device.slots.current()) == ("0.3.0", "a")
     assert device.slots.version("b") == "0.2.0"
-    assert sorted(path.name for path in device.slots.folder.iterdir()) == ["a", "b", "current"]
+    assert sorted(path.name for path in device.slots.folder.iterdir()) == [".starsd.lock", "a", "b", "current"]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +151,20 @@ def test_a_bad_release_leaves_the_old_one_running(
     assert (device.runs(), device.started) == ("0.1.0", started)
     device.update(make_release(tmp_path, signer, "0.2.1"))
     assert device.runs() == "0.2.1"
+
+
+def test_one_that_is_interrupted_before_it_was_seen_to_work_leaves_the_old_one(
+    device: Device, tmp_path: Path, signer: Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(link: Path) -> None:
+        device.started.append(device.runs())
+        if device.runs() == "0.2.0":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(device, "restart", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        device.update(make_release(tmp_path, signer, "0.2.0"))
+    assert (device.runs(), device.started) == ("0.1.0", ["0.2.0", "0.1.0"])
 
 
 @pytest.mark.parametrize("hashed", [True, False])
@@ -222,7 +230,27 @@ def test_an_unsigned_release_changes_nothing(device: Device, tmp_path: Path, sig
     file.write_bytes(file.read_bytes() + b" ")
     with pytest.raises(SignatureError, match=r"starsd-0\.9\.0\.tar is not what key"):
         device.update(file)
-    assert sorted(path.name for path in device.slots.folder.iterdir()) == ["a", "current"]
+    assert sorted(path.name for path in device.slots.folder.iterdir()) == [".starsd.lock", "a", "current"]
+
+
+def test_a_release_that_is_changed_meanwhile_is_not_installed(device: Device, tmp_path: Path, signer: Signer) -> None:
+    """Its file may be anybody's."""
+    file, other = make_release(tmp_path, signer), make_release(tmp_path, Signer(), "0.9.0")
+    device.said = Exchange(file, other)
+    with pytest.raises(SignatureError, match=r"starsd-0\.2\.0\.tar is not what key"):
+        device.update(file)
+    assert sorted(path.name for path in device.slots.folder.iterdir()) == [".starsd.lock", "a", "current"]
+
+
+class Exchange(list[str]):
+    """Puts another file in the place of one that was just called signed."""
+
+    def __init__(self, file: Path, other: Path) -> None:
+        self._file, self._other = file, other
+
+    def append(self, text: str) -> None:
+        if "is signed" in text:
+            self._other.replace(self._file)
 
 
 def test_older_releases_take_an_option(device: Device, tmp_path: Path, signer: Signer) -> None:
@@ -234,15 +262,24 @@ def test_older_releases_take_an_option(device: Device, tmp_path: Path, signer: S
 
 @pytest.mark.parametrize(
     ("version", "installed", "older"),
-    [("0.10.0", "0.9.1", False), ("0.2.0rc1", "0.2.0", True), ("0.2.0", "0.2.0rc1", False), ("0.2.0", "0.2.0", False)],
+    [
+        ("0.10.0", "0.9.1", False),
+        ("0.2.0rc1", "0.2.0", True),
+        ("0.2.0", "0.2.0rc1", False),
+        ("0.2.0", "0.2.0", False),
+        ("0.2.0.post1", "0.2.0", False),
+        ("0.2.0", "0.2.0.post1", True),
+        ("0.2.0.dev3", "0.2.0rc1", True),
+        ("0.2", "0.2.0", False),
+    ],
 )
 def test_versions_are_ordered_by_number(version: str, installed: str, older: bool) -> None:
     release = Release(1, version, "3.12", "aarch64", "")
     if older:
         with pytest.raises(UsageError, match="or give --allow-older"):
-            check_release(release, installed, False, "3.12")
+            check_release(release, installed, False, "3.12", "aarch64")
     else:
-        check_release(release, installed, False, "3.12")
+        check_release(release, installed, False, "3.12", "aarch64")
 
 
 def test_releases_for_other_machines_are_refused() -> None:
@@ -250,6 +287,18 @@ def test_releases_for_other_machines_are_refused() -> None:
         check_release(Release(1, "1", "3.12", "aarch64", ""), "", False, "3.10")
     with pytest.raises(UsageError, match="the release has format 2, expected 1"):
         check_release(Release(2, "1", "3.12", "aarch64", ""), "", False, "3.12")
+    with pytest.raises(UsageError, match="the release is for x86_64, expected aarch64"):
+        check_release(Release(1, "1", "3.12", "x86_64", ""), "", False, "3.12", "aarch64")
+    with pytest.raises(UsageError, match=f"the release is for PDP-11, expected {platform.machine()}"):
+        check_release(Release(1, "1", "3.12", "PDP-11", ""), "", False, "3.12")
+
+
+@pytest.mark.parametrize("version", ["9" * 5000, "", "new", "1..2"])
+def test_versions_that_are_none_are_refused(version: str) -> None:
+    with pytest.raises(UsageError, match=f"the release is '{version[:40]}', expected a version such as 0.2.0"):
+        check_release(Release(1, version, "3.12", "aarch64", ""), "", True, "3.12", "aarch64")
+    with pytest.raises(UsageError, match=r"what is installed is 'new', expected a version such as 0\.2\.0"):
+        check_release(Release(1, "0.1", "3.12", "aarch64", ""), "new", False, "3.12", "aarch64")
 
 
 def entry(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
@@ -292,9 +341,13 @@ def test_files_that_are_no_release(tmp_path: Path) -> None:
 
 def test_two_updates_at_a_time_are_refused(device: Device, tmp_path: Path, signer: Signer) -> None:
     file = make_release(tmp_path, signer)
-    with device.slots.alone(), pytest.raises(UsageError, match=r"another update of .* is under way: wait for it"):
+    left = device.slots.folder / ".update-of-a-killed-one"
+    left.mkdir()
+    refused = rf"another update of {device.slots.folder} is under way, process {os.getpid()}: wait for its end"
+    with alone("update", device.slots.folder), pytest.raises(UsageError, match=refused):
         device.update(file)
     assert device.update(file).version == "0.2.0"
+    assert not left.exists()
 
 
 def test_a_switch_leaves_no_moment_without_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
