@@ -21,6 +21,7 @@ from starsd.shared.config import (
     DEFAULT_PRECISION,
     OVERFLOWS,
     PRECISIONS,
+    PROVIDERS,
     Engine,
     Limits,
     Sampling,
@@ -37,7 +38,7 @@ POLICIES = tuple(policy.value for policy in Policy)
 CHOICE, LIMITS, ENGINE, API = Sampling(), Limits(), Engine(), Settings()
 CHAT_LIMITS = Limits(max_new_tokens=1024, overflow="truncate")
 
-Model = Annotated[str, typer.Option(help="smollm2-135m, hf:org/name, a model's folder, or a bundle's or its name.")]
+Model = Annotated[str, typer.Option(help="smollm2-135m, hf:org/name, a model's folder or GGUF, or a bundle.")]
 Precision = Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}; {DEFAULT_PRECISION} if not given.")]
 Prompts = Annotated[Path | None, typer.Option(help='Lines {"id", "turns"} (the first counts) or {"id", "prompt"}.')]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
@@ -51,6 +52,7 @@ Frequency = Annotated[float, typer.Option(help="The same for each time the token
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer and is not shown; repeatable.")]
 Threads = Annotated[int, typer.Option(help="0: one for each physical core.")]
+Provider = Annotated[str, typer.Option(help=f"Where ONNX Runtime computes: {', '.join(PROVIDERS)}.")]
 MaxContext = Annotated[int, typer.Option(help="Tokens of context; 0: as many as the model was trained for.")]
 Server = Annotated[str, typer.Option(help="Drafter to ask, ws://host:port or wss://host:port.")]
 PolicyName = Annotated[str, typer.Option("--policy", help=f"Where drafts come from: {', '.join(POLICIES)}.")]
@@ -96,6 +98,7 @@ def generate(
     overflow: Overflow = LIMITS.overflow,
     max_context: MaxContext = ENGINE.max_context,
     threads: Threads = ENGINE.threads,
+    provider: Provider = ENGINE.provider,
     telemetry: ReadSensors = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object an answer.")] = False,
 ) -> None:
@@ -120,7 +123,7 @@ def generate(
         seed=seed,
     )
     limits = Limits(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), overflow=overflow)
-    engine = Engine(threads=threads, max_context=max_context)
+    engine = Engine(threads=threads, max_context=max_context, provider=provider)
     with _open(model, precision, engine, drafting, telemetry and not profile, profile) as runtime:
         answer_all(runtime.session(), asked, sampling, limits, progress=console.StderrProgress(), as_json=as_json)
         if runtime.link is not None and (notice := runtime.link.channel.notice):
@@ -150,6 +153,7 @@ def chat(
     overflow: Overflow = CHAT_LIMITS.overflow,
     max_context: MaxContext = ENGINE.max_context,
     threads: Threads = ENGINE.threads,
+    provider: Provider = ENGINE.provider,
     telemetry: ReadSensors = True,
 ) -> None:
     """Talk with the model."""
@@ -165,7 +169,7 @@ def chat(
     )
     limits = Limits(max_new_tokens=max_new_tokens, stop=tuple(stop or ()), overflow=overflow)
     drafting = _drafting(policy, server, codec, token_file, trust, share_noise)
-    engine = Engine(threads=threads, max_context=max_context)
+    engine = Engine(threads=threads, max_context=max_context, provider=provider)
     with _open(model, precision, engine, drafting, telemetry) as runtime:
         ChatTerminal(runtime.session(), sampling, limits, system=system).run()
 
@@ -190,6 +194,7 @@ def run(
     grace: Annotated[float, typer.Option(help="Seconds that answers under way get at the end.")] = API.grace,
     max_context: MaxContext = ENGINE.max_context,
     threads: Threads = ENGINE.threads,
+    provider: Provider = ENGINE.provider,
     telemetry: ReadSensors = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, when ready.")] = False,
 ) -> None:
@@ -207,7 +212,7 @@ def run(
         grace=grace,
     )
     drafting = _drafting(policy, server, codec, token_file, trust, share_noise)
-    engine = Engine(threads=threads, max_context=max_context)
+    engine = Engine(threads=threads, max_context=max_context, provider=provider)
     sensors = _sensors(telemetry)
     serve(model, precision, engine=engine, drafting=drafting, settings=settings, telemetry=sensors, as_json=as_json)
 

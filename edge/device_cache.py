@@ -5,7 +5,7 @@ In every one of these parts a row lies at the same place, so whatever happens to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starsd.edge.cuda import Cuda
 from starsd.edge.device_io import release_with
@@ -14,17 +14,27 @@ from starsd.edge.device_io import release_with
 class DeviceCache:
     """`layers` · 2 tensors of (heads, capacity, row), K before V, with `row_bytes` bytes a row.
 
-    Raises DeviceError when the device has no room for it. The memory is freed with the object.
+    Raises DeviceError when the device has no room for it. The memory is freed with the object, by `release` where
+    not every moment is right for it.
     """
 
-    def __init__(self, cuda: Cuda, stream: int, layers: int, heads: int, capacity: int, row_bytes: int) -> None:
+    def __init__(
+        self,
+        cuda: Cuda,
+        stream: int,
+        layers: int,
+        heads: int,
+        capacity: int,
+        row_bytes: int,
+        release: Callable[[int], None] | None = None,
+    ) -> None:
         self._cuda, self._stream = cuda, stream
         self._row, self._pitch, self._parts = row_bytes, capacity * row_bytes, 2 * layers * heads
         self._heads = heads
         self.capacity = capacity
         self.bytes = self._pitch * self._parts
         self._start = cuda.allocate(self.bytes)
-        release_with(self, cuda.release, self._start)
+        release_with(self, release or cuda.release, self._start)
 
     def address(self, layer: int, kind: str) -> int:
         """Of the K ("k") or V ("v") of a layer, (heads, capacity, row)."""

@@ -86,7 +86,7 @@ class Runtime:
     @classmethod
     @takes(RuntimeOptions)
     def open(cls, model: str, options: RuntimeOptions) -> Runtime:
-        """A known name, `hf:org/name`, a model's folder or a bundle's; what is missing is pulled and exported.
+        """A known name, `hf:org/name`, a model's folder or GGUF, or a bundle; what is missing is pulled and exported.
 
         Raises StarsdError, of the kind that fits: see `starsd.shared.errors`.
         """
@@ -96,7 +96,8 @@ class Runtime:
         if reduced:
             print(f"starsd-edge: {reduced}", file=sys.stderr, flush=True)
         # an engine that was built here: falls back to the graph where it cannot be used, and says why
-        target = open_target("tensorrt" if has_engine(bundle) else "onnx", bundle, engine)
+        built = has_engine(bundle) and engine.provider == "auto"
+        target = open_target("tensorrt" if built else "onnx", bundle, engine)
         known = Model(about.fingerprint, about.shape, about.features)
         phrases = find_phrases(about.name, about.shape.vocab, bundle) if options.drafting.phrases else None
         said = {name: getattr(options, name) for name in options.__struct_fields__}

@@ -12,21 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from starsd.edge import probe
-from starsd.edge.cached_target import CachedTarget
 from starsd.edge.cuda import Cuda, open_cuda
+from starsd.edge.device_cache import DeviceCache
+from starsd.edge.padded_target import PaddedTarget, context_of
 from starsd.edge.target import Floats, Target, open_target
 from starsd.edge.target_tensorrt_engine import PREFILL, TREE, TensorrtEngine
 from starsd.shared.config import Engine
-from starsd.shared.errors import CapacityError, DeviceError, EngineError, ModelError, UsageError
+from starsd.shared.errors import CapacityError, DeviceError, ModelError
 from starsd.shared.graph_contract import Pass, contract_of
 from starsd.shared.manifest import Manifest, read
 from starsd.shared.tensorrt_bindings import load_tensorrt
 from starsd.shared.tensorrt_key import (
     FOLDER,
-    MAX_ROWS,
     PLAN_FILE,
     EngineRecord,
     Machine,
@@ -35,9 +33,6 @@ from starsd.shared.tensorrt_key import (
     l4t_release,
     read_record,
 )
-
-BUCKETS = (1, 2, 4, 8, 16, 32, MAX_ROWS)  # rows of a pass over a tree, dummies included
-_FLOORS = (1, 2, 4, 8)  # buckets that may be the smallest
 
 
 def open_bundle(folder: Path, config: Engine) -> Target:
@@ -71,45 +66,20 @@ def open_engine(folder: Path, config: Engine) -> TensorrtTarget:
     return TensorrtTarget(trt, folder, about, record, config, cuda)
 
 
-class TensorrtTarget(CachedTarget):
+class TensorrtTarget(PaddedTarget):
     """One model and one conversation's cache; see `Target` for the life of it."""
 
     def __init__(
         self, trt: Any, folder: Path, manifest: Manifest, record: EngineRecord, config: Engine, cuda: Cuda
     ) -> None:
         self.manifest, key = manifest, record.key
-        most, least = key.context, 2 * probe.WIDE
-        context = config.max_context or most
-        if not least <= context <= most:
-            raise UsageError(f"context is {context} tokens, expected {least} to {most}, or 0 for all of the engine's")
-        if config.prefill_chunk < 1:
-            raise UsageError(f"prefill chunk is {config.prefill_chunk} tokens, expected at least 1")
+        context = context_of(config, 2 * probe.WIDE, key.context, "all of the engine's")
         super().__init__(manifest.shape, manifest.features, context, min(config.prefill_chunk, key.chunk))
         self._contract, self._capacity = contract_of(manifest.flavour), key.capacity
         plan, in_place = folder / FOLDER / PLAN_FILE, self._contract.in_place
         self._engine = TensorrtEngine(trt, plan, key, manifest.shape, manifest.features, in_place, cuda)
-        self._floor = BUCKETS[0]
         self._start_cache()
-        self._noise = self._choose_floor()
-        self._branch_noise = max(self._noise, probe.path_noise(self, probe.COMB))
-
-    @property
-    def noise(self) -> float:
-        return self._noise
-
-    @property
-    def branch_noise(self) -> float:
-        return self._branch_noise
-
-    @property
-    def floor(self) -> int:
-        """The fewest rows of a pass."""
-        return self._floor
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory on the device that K/V of this conversation take."""
-        return self._cache.bytes
+        self._choose_bucket()
 
     def sibling(self) -> TensorrtTarget:
         try:
@@ -120,31 +90,9 @@ class TensorrtTarget(CachedTarget):
                 f"or build the engine with a smaller --context ({error})"
             ) from error
 
-    def score(self, tokens: Sequence[int], parents: Sequence[int]) -> Floats:
-        if len(tokens) > MAX_ROWS:
-            raise EngineError(f"a pass of {len(tokens)} rows, expected at most {MAX_ROWS}")
-        return super().score(tokens, parents)
-
-    def _choose_floor(self) -> float:
-        """Settle on the fewest rows from which on passes agree, or nearly; by how much they differ."""
-        logits = {}
-        for self._floor in BUCKETS:
-            logits[self._floor] = self.score([1 % self.shape.vocab], [-1])
-        self.truncate(0)
-        apart = {rows: float(np.abs(values - logits[MAX_ROWS]).max()) for rows, values in logits.items()}
-        noises = {}
-        for self._floor in _FLOORS:
-            among = max(apart[rows] for rows in BUCKETS if rows >= self._floor)
-            noises[self._floor] = max(among, probe.count_noise(self, (1, 2, 3, 5)), probe.path_noise(self, probe.TRUNK))
-            if noises[self._floor] == 0:
-                break
-        least = min(noises.values())  # a few bits more or less are not worth more rows
-        self._floor = next(rows for rows, noise in noises.items() if noise <= 2 * least)
-        return noises[self._floor]
-
     def _run(self, tokens: Sequence[int], parents: Sequence[int] | None) -> tuple[Floats, Floats]:
         count, profile = len(tokens), PREFILL if parents is None else TREE
-        rows = count if parents is None else next(rows for rows in BUCKETS if rows >= max(count, self._floor))
+        rows = count if parents is None else self._padding.rows(count)
         wanted = 1 if parents is None else rows
         one = Pass(tokens, parents, self._length, rows, rows, self._capacity, wanted)
         feeds = self._contract.feeds(one, self.shape.window)
@@ -155,14 +103,8 @@ class TensorrtTarget(CachedTarget):
         finally:
             self._engine.wait()  # buffers are filled anew by the next pass, be this one interrupted or not
 
-    def _keep(self, rows: Sequence[int]) -> None:
-        self._cache.keep(self._length, rows)
-
-    def _copy(self, other: TensorrtTarget, length: int) -> None:
-        self._cache.copy(other._cache, length)
-
     def _start_cache(self) -> None:
-        self._cache = self._engine.make_cache()
+        self._cache: DeviceCache = self._engine.make_cache()
 
     def _make_room(self, length: int) -> None:
         """All of it is there from the beginning: an engine's K/V have one size."""

@@ -7,6 +7,7 @@ import msgspec
 FLAVOURS = ("ort", "portable", "decomposed")
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 OVERFLOWS = ("error", "truncate")  # truncate: the oldest tokens go, those of the system message stay
+PROVIDERS = ("auto", "cpu", "cuda", "tensorrt")  # where onnxruntime computes; auto: a GPU that runs the graph, or cpu
 CONVERSATIONS = 8  # of a device at a time, and caches of K/V that it keeps
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_CODEC = "rot4"  # of features on the wire, a name of `features.CODECS`: the smallest with ≤ 1 % loss
@@ -42,3 +43,4 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     initial_context: int = 512  # tokens of K/V to start with; doubles when full
     max_context: int = 0  # 0: what the model was trained for
     prefill_chunk: int = 256  # tokens a pass while reading a prompt
+    provider: str = "auto"  # of onnxruntime, one of PROVIDERS

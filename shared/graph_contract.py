@@ -73,6 +73,7 @@ class Contract(Protocol):
 
     in_place: ClassVar[bool]  # present_* is the past's buffer; else new_* has the new rows
     paddings: ClassVar[tuple[Padding, ...]]  # that may make row counts agree, cheapest first
+    on_host: ClassVar[frozenset[str]]  # inputs that stay in the host's memory where all others are a GPU's
     options: ClassVar[Mapping[str, str]]  # entries of an onnxruntime session's configuration
     runtime: ClassVar[tuple[int, ...]]  # the oldest onnxruntime that has its operators
 
@@ -85,6 +86,7 @@ class Contract(Protocol):
 class OrtContract:
     in_place: ClassVar[bool] = True
     paddings: ClassVar[tuple[Padding, ...]] = (Padding(1, 2), Padding(2, 2))
+    on_host: ClassVar[frozenset[str]] = frozenset({"total"})  # sizes what attention launches on a GPU
     options: ClassVar[Mapping[str, str]] = {}
     runtime: ClassVar[tuple[int, ...]] = (1, 23)
 
@@ -118,6 +120,7 @@ class OrtContract:
 class PortableContract:
     in_place: ClassVar[bool] = True
     paddings: ClassVar[tuple[Padding, ...]] = (Padding(1, 1), Padding(2, 2))
+    on_host: ClassVar[frozenset[str]] = frozenset()
     # these graphs say what TensorRT is to compute: a processor takes them by their word, with weights spread out once,
     # and does not round activations on its own account
     options: ClassVar[Mapping[str, str]] = {"session.disable_quant_qdq": "1"}
@@ -132,6 +135,7 @@ class PortableContract:
 class DecomposedContract:
     in_place: ClassVar[bool] = False
     paddings: ClassVar[tuple[Padding, ...]] = PortableContract.paddings
+    on_host: ClassVar[frozenset[str]] = PortableContract.on_host
     options: ClassVar[Mapping[str, str]] = PortableContract.options
     runtime: ClassVar[tuple[int, ...]] = (1, 23)
 
@@ -152,10 +156,14 @@ def contract_of(flavour: str) -> type[Contract]:
     return _CONTRACTS[flavour]
 
 
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Of 1.23.2, say, (1, 23, 2)."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
 def runs_on(flavour: str, version: str) -> bool:
     """Whether onnxruntime `version` (1.23.2, say) has the operators of a flavour."""
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
-    return numbers >= contract_of(flavour).runtime
+    return version_numbers(version) >= contract_of(flavour).runtime
 
 
 def require_runtime(flavour: str, version: str) -> None:

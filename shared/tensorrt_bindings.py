@@ -18,8 +18,9 @@ def load_tensorrt() -> Any:
         module: Any = import_module("tensorrt")
     except ModuleNotFoundError as error:
         raise DeviceError(
-            "tensorrt is not installed for this Python: JetPack brings it for the system's, "
-            "which a virtual environment sees when it is made with --system-site-packages"
+            "tensorrt is not installed for this Python: on a Jetson JetPack brings it for the system's, which a "
+            "virtual environment sees when it is made with --system-site-packages; "
+            "on a PC run pip install 'tensorrt>=10,<11'"
         ) from error
     except (ImportError, OSError) as error:  # its libraries are not there, or not those it wants
         raise DeviceError(f"tensorrt cannot be imported: {error}") from error

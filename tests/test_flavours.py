@@ -193,13 +193,14 @@ def test_a_failing_runtime_leaves_the_cache_whole(
     target = open_bundle(bundles[flavour, "fp16"], ENGINE)
     target.prefill(tokens(30, VOCAB))
     before = target.score([1, 2], [-1, 0])
-    session, target._session = target._session, Broken(target._session, late=late)
+    session = target._graph.session
+    target._graph.session = Broken(session, late=late)
     for call in (lambda: target.score([8, 9, 7], [-1, 0, 0]), lambda: target.prefill([5, 6])):
         with pytest.raises(RuntimeError, match="out of memory"):
             call()
         with pytest.raises(EngineError, match="commit without a pass"):
             target.commit([0])
-    target._session = session
+    target._graph.session = session
     np.testing.assert_array_equal(target.score([1, 2], [-1, 0]), before)
 
 

@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_onnxruntime import stand_in_gpu
 from tensorrt_helpers import build, stand_in
+from test_bundle import outdated
 from tiny_model import export, write_folder
 from tiny_session import ToyTarget
 
 from starsd.scripts import self_test as module
+from starsd.scripts.agreement import LEAST_TOP1, TOKENS, OnProvider, compare
 from starsd.scripts.cli import main
-from starsd.scripts.self_test import LEAST_TOP1, ROWS, TOKENS, SelfTest, compare, device_name, measure, self_test
+from starsd.scripts.self_test import ROWS, SelfTest, device_name, measure, self_test
 from starsd.shared.config import DEFAULT_PRECISION, PRECISIONS
 from starsd.shared.errors import UsageError
 from starsd.shared.home import parse_ref
@@ -43,9 +46,15 @@ def model(exported: Path, starsd_home: Path) -> str:
     return str(exported / "source")
 
 
+def on_cuda() -> OnProvider:
+    values: dict[str, Any] = {"bundle": "tiny/decomposed-fp16", "top1": 1.0, "kl": 0.0, "largest": 0.0}
+    return OnProvider(**values, noise=0.0, branch_noise=0.0, provider="cuda", cuda_graphs=True)
+
+
 def result(**changes: Any) -> SelfTest:
     values: dict[str, Any] = {"bundle": "tiny/ort-int8", "device": "cpu", "tensorrt": False, "why_not": "none"}
     values |= {"tokens": TOKENS, "top1": 1.0, "kl": 0.0, "largest": 0.0, "noise": 0.0, "branch_noise": 0.0}
+    values |= {"providers": [], "skipped": {}}
     return SelfTest(**{**values, "profile": "p.json", "pass_ms": [(1, 1.0)], "prefill_tok_s": 1.0, **changes})
 
 
@@ -103,6 +112,9 @@ def test_on_a_machine_without_a_gpu(model: str, starsd_home: Path) -> None:
     assert found.top1 > 0.8
     assert 0 < found.kl < 0.1
     assert complaint is None
+    assert found.providers == []
+    assert found.skipped.keys() == {"cuda", "tensorrt"}
+    assert found.skipped["cuda"].startswith("provider cuda is not in this onnxruntime, expected one of cpu: ")
     profile = read_profile(found.profile)
     assert list(profile.pass_ms) == [tuple(point) for point in found.pass_ms]
     assert Path(found.profile).parent == starsd_home / "profiles"
@@ -124,6 +136,30 @@ def test_on_a_device_with_an_engine(model: str, exported: Path, monkeypatch: pyt
     assert found.why_not.startswith(f"{bundle} has an engine for GPU sm87, here sm90: run starsd-export tensorrt ")
 
 
+def test_providers_for_gpus_read_the_same_text(
+    model: str, exported: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    machine, ref = stand_in_gpu(monkeypatch), parse_ref(model)
+    outdated(ref.bundle("ort", "fp32").with_name("another"))
+    found, complaint = self_test(model)
+    assert found.skipped["cuda"].startswith("provider cuda does not run this bundle: flavour ort runs there in fp16 al")
+    shutil.copytree(exported / "decomposed-fp32", ref.bundle("decomposed", "fp32"))
+    found, complaint = self_test(model)
+    assert (complaint, found.skipped) == (None, {})
+    assert [(one.provider, one.cuda_graphs, one.top1) for one in found.providers] == [
+        ("cuda", True, 1.0),
+        ("tensorrt", False, 1.0),
+    ]
+    assert all(one.bundle.endswith("/decomposed-fp32") and one.largest < 1e-4 for one in found.providers)
+    machine.left_over = ["Cast"]
+    found, complaint = self_test(model)
+    assert found.providers == []
+    assert complaint is not None
+    assert "/decomposed-fp32 on provider cuda: " in complaint
+    assert complaint.endswith("it has no kernel for Cast")
+    assert capfd.readouterr().err == ""
+
+
 def test_complaints() -> None:
     assert set(LEAST_TOP1) == set(PRECISIONS)
     assert result().complaint("fp32") is None
@@ -143,6 +179,21 @@ def test_what_is_missing_is_said(model: str, exported: Path) -> None:
         self_test(model)
 
 
+def test_a_bundle_is_compared_with_one_of_its_source(model: str, exported: Path, starsd_home: Path) -> None:
+    ref, given = parse_ref(model), exported / "decomposed-fp32"
+    found, complaint = self_test(str(given))
+    assert (found.why_not, complaint) == (f"{given} has no engine here", None)
+    assert (found.top1, found.bundle.rpartition("/")[2]) == (1.0, "decomposed-fp32")
+    name = f"{ref.slug}/ort-{DEFAULT_PRECISION}"
+    shutil.rmtree(ref.bundle("ort", "fp32"))
+    with pytest.raises(UsageError, match=rf"to compare with: run starsd-export onnx {model} --precision fp32$"):
+        self_test(name)
+    path = ref.bundle("ort", DEFAULT_PRECISION) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "source": "elsewhere"}))
+    with pytest.raises(UsageError, match=r"was exported from what is not here, .*: model 'elsewhere' is unknown"):
+        self_test(name)
+
+
 def test_the_name_of_a_board(tmp_path: Path) -> None:
     board = tmp_path / "model"
     board.write_text("NVIDIA Jetson Orin Nano Developer Kit\0")
@@ -156,7 +207,10 @@ def test_the_doctor_tells(
     def answer(model: str, progress: Any) -> tuple[SelfTest, str | None]:
         if model == "none":
             raise UsageError("none has no bundle")
-        return result(), f"{model} is wrong" if model == "wrong" else None
+        return (
+            result(providers=[on_cuda()], skipped={"tensorrt": "no GPU can be used"}),
+            f"{model} is wrong" if model == "wrong" else None,
+        )
 
     monkeypatch.setattr("starsd.scripts.doctor.run_self_test", answer)
     monkeypatch.setattr("starsd.scripts.doctor._try_model", lambda model, problems: (None, None))
@@ -165,6 +219,9 @@ def test_the_doctor_tells(
     assert "self-test    tiny/ort-int8 on ONNX Runtime: none\n" in told
     assert "against fp32 100.0 % of argmaxes equal, KL 0.0000, logits within 0, over 64 tokens\n" in told
     assert "rows: ms     1: 1.0\n" in told
+    agreed = "100.0 % of argmaxes equal, KL 0.0000, logits within 0"
+    assert f"provider     cuda, with CUDA graphs: tiny/decomposed-fp16, {agreed}\n" in told
+    assert "skipped      provider tensorrt: no GPU can be used\n" in told
     assert main(["doctor", "--self-test", "--model", "wrong"]) == 1
     assert "BROKEN       wrong is wrong: export its bundle again" in capsys.readouterr().out
     assert main(["doctor", "--self-test", "--model", "none", "--json"]) == 1

@@ -14,13 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tiny_model import ENGINE, VOCAB, export, open_pair, plain_logits, write_folder
 from torch_helpers import tokens
 
-from starsd.edge import target_onnx
+from starsd.edge import onnx_host
 from starsd.edge.target import open_target
-from starsd.edge.target_onnx import OnnxTarget, Padding, open_bundle, physical_cores
+from starsd.edge.target_onnx import OnnxTarget, open_bundle, physical_cores
 from starsd.edge.target_torch import TorchTarget
 from starsd.shared import tree
 from starsd.shared.config import Engine
 from starsd.shared.errors import ContextOverflowError, EngineError, UsageError
+from starsd.shared.graph_contract import Padding
 
 PRECISIONS = ("fp32", "int8", "int4")
 TOLERANCE = {"fp32": 2e-5, "int8": 0.15, "int4": 0.3}  # a last bit, which roundings of activations may amplify
@@ -285,14 +286,15 @@ def test_a_failing_runtime_leaves_the_cache_whole(bundles: dict[str, Path], prec
     target = open_bundle(bundles[precision], ENGINE)
     target.prefill(tokens(30, VOCAB))
     before = target.score([1, 2], [-1, 0])
-    session, target._session = target._session, Broken(target._session, late=late)
+    session = target._graph.session
+    target._graph.session = Broken(session, late=late)
     for call in (lambda: target.score([8, 9, 7], [-1, 0, 0]), lambda: target.prefill([5, 6])):
         with pytest.raises(RuntimeError, match="out of memory"):
             call()
         with pytest.raises(EngineError, match="commit without a pass"):
             target.commit([0])
         assert target.length == 30
-    target._session = session
+    target._graph.session = session
     np.testing.assert_array_equal(target.score([1, 2], [-1, 0]), before)
 
 
@@ -316,7 +318,7 @@ def test_growth_that_fails_leaves_the_cache_whole(bundles: dict[str, Path], monk
 
     more = tokens(40, VOCAB)
     with monkeypatch.context() as patched:
-        patched.setattr(target_onnx.np, "zeros", no_memory)
+        patched.setattr(onnx_host.np, "zeros", no_memory)
         with pytest.raises(MemoryError):
             target.prefill(more)
     assert (target.length, target.cache_bytes) == (30, size)

@@ -7,30 +7,30 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnxruntime as ort
 import pytest
+from engine_walk import close, walk
 from fake_tensorrt import ICudaEngine, IExecutionContext
 from fake_tensorrt_build import TensorLocation
+from msgspec.structs import replace
 from tensorrt_helpers import CONTEXT, Machine, build, stand_in
 from tiny_families import WINDOW, write_family
 from tiny_model import export, write_folder
 from torch_helpers import tokens
 
 from starsd.edge import target_tensorrt
+from starsd.edge.padded_target import BUCKETS, Bucket
 from starsd.edge.runtime import Runtime
-from starsd.edge.target import Target, open_target
+from starsd.edge.target import open_target
 from starsd.edge.target_onnx import OnnxTarget
 from starsd.edge.target_onnx import open_bundle as open_onnx
-from starsd.edge.target_tensorrt import BUCKETS, TensorrtTarget, open_bundle, open_engine
+from starsd.edge.target_tensorrt import TensorrtTarget, open_bundle, open_engine
 from starsd.shared.config import Engine
 from starsd.shared.errors import BundleError, CapacityError, ContextOverflowError, DeviceError, EngineError, UsageError
 from starsd.shared.tensorrt_key import FOLDER, MAX_ROWS, PLAN_FILE
 
 ENGINE = Engine(threads=1, initial_context=16, prefill_chunk=17)
 VERSIONS = {"portable": "10.16.2.10", "decomposed": "10.3.0.30"}
-TREE = (-1, 0, 0, 1, 2, 2, 5, 0, 6)
-PATH = (0, 2, 5, 6)
 OPSET_24 = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 25)
 
 
@@ -61,25 +61,6 @@ def bundle(made: tuple[Path, str], machine: Machine, tmp_path: Path) -> Path:
 @pytest.fixture
 def target(bundle: Path, machine: Machine) -> TensorrtTarget:
     return open_engine(bundle, ENGINE)
-
-
-def close(one: Any, other: Any) -> bool:
-    return one.shape == other.shape and np.abs(one - other).max(initial=0) < 1e-4
-
-
-def walk(one: Target, other: Target, rounds: int = 4) -> None:
-    """The same conversation on both: a prompt in chunks, trees of which a path stays, plain steps between them."""
-    vocab = one.shape.vocab
-    prompt = tokens(25, vocab)
-    assert close(one.prefill(prompt), other.prefill(prompt))
-    for turn in range(rounds):
-        drafted = tokens(len(TREE), vocab, seed=turn)
-        assert close(one.score(drafted, TREE), other.score(drafted, TREE))
-        assert close(one.commit(PATH), other.commit(PATH))
-        for token in tokens(3, vocab, seed=turn + 10):
-            assert close(one.score([token], [-1]), other.score([token], [-1]))
-            assert close(one.commit([0]), other.commit([0]))
-    assert one.length == other.length
 
 
 def test_equals_onnx_runtime_on_the_same_bundle(target: TensorrtTarget, bundle: Path) -> None:
@@ -218,7 +199,7 @@ def test_memory_of_an_engine_goes_with_it(bundle: Path, machine: Machine) -> Non
 
 def test_rows_that_round_alike_are_found(bundle: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of passes below 4 rows every logit is a little larger here."""
-    assert open_engine(bundle, ENGINE).floor < 4
+    assert open_engine(bundle, ENGINE).padding < Bucket(4)
     compute = IExecutionContext._compute
 
     def rounded(self: IExecutionContext, addresses: dict[str, int], shapes: dict[str, Any]) -> None:
@@ -230,7 +211,7 @@ def test_rows_that_round_alike_are_found(bundle: Path, machine: Machine, monkeyp
 
     monkeypatch.setattr(IExecutionContext, "_compute", rounded)
     target = open_engine(bundle, ENGINE)
-    assert target.floor == 4
+    assert target.padding == Bucket(4)
     assert target.noise < 1e-4
     assert target.branch_noise >= target.noise
     target.prefill([1, 2])
@@ -248,7 +229,7 @@ def test_noise_that_no_number_of_rows_removes_is_stated(bundle: Path, monkeypatc
 
     monkeypatch.setattr(IExecutionContext, "_compute", rounded)
     target = open_engine(bundle, ENGINE)
-    assert target.floor == 1
+    assert target.padding == Bucket(1)
     assert target.noise == pytest.approx(0.01 * (MAX_ROWS - 1), rel=1e-2)
 
 
@@ -354,6 +335,8 @@ def test_the_registry_opens_it(bundle: Path, machine: Machine, capsys: pytest.Ca
 def test_a_runtime_takes_the_engine_that_was_built_here(bundle: Path, machine: Machine) -> None:
     with Runtime.open(str(bundle), engine=ENGINE) as runtime:
         assert isinstance(runtime.session().target, TensorrtTarget)
+    with Runtime.open(str(bundle), engine=replace(ENGINE, provider="cpu")) as runtime:  # onnxruntime's was asked for
+        assert isinstance(runtime.session().target, OnnxTarget)
     shutil.rmtree(bundle / FOLDER)
     with Runtime.open(str(bundle), engine=ENGINE) as runtime:
         assert isinstance(runtime.session().target, OnnxTarget)
