@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,12 +17,25 @@ from starsd.shared.home import parse_ref
 FLAVOUR = "ort"
 STDERR = 2
 _BUNDLE_NAME = re.compile(rf"(.+)/({'|'.join(FLAVOURS)})-({'|'.join(PRECISIONS)})")
+_MODEL_FILES = (  # what an export reads
+    "*.safetensors",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "source.gguf",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "added_tokens.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+)
 EXPORT_MODULES = ("onnx", "safetensors", "gguf")  # what the export extra brings
 
 
 def ensure_bundle(model: str, precision: str | None = None) -> Path:
     """The folder of a complete bundle of `model`: a reference, or already such a folder or its name in the store.
 
+    A folder's bundle is made again when a file of the model is newer, as is one of another version of starsd.
     Without `precision`: the default, or whatever a folder holds. What is exported is of flavour `ort`; bundles of the
     others are named: model/flavour-precision. Raises UsageError for an unknown model or precision,
     BundleError when the bundle is damaged or of another precision, ModelError when the export failed, and
@@ -41,9 +55,15 @@ def ensure_bundle(model: str, precision: str | None = None) -> Path:
         export = f"starsd-export onnx {name} --flavour {flavour} --precision {of}"
         raise UsageError(f"bundle {model} is not here, expected a name that starsd models list shows: run {export}")
     wanted = precision or DEFAULT_PRECISION
-    folder = parse_ref(model).bundle(FLAVOUR, wanted)
+    ref = parse_ref(model)
+    folder = ref.bundle(FLAVOUR, wanted)
     if not (folder / manifest.FILE_NAME).is_file():
         _export(model, wanted, "has no bundle here")
+    elif ref.is_local and (newer := _newer(ref.folder, folder)) is not None:
+        print(
+            f"{newer} is newer than its bundle: export the model again, which begins now", file=sys.stderr, flush=True
+        )
+        _export(model, wanted, f"has only a bundle here that is older than its {newer.name}")
     try:
         manifest.read(folder)
     except OutdatedBundleError as error:
@@ -51,6 +71,27 @@ def ensure_bundle(model: str, precision: str | None = None) -> Path:
         _export(model, wanted, "has only a bundle of another version of starsd here")
         manifest.read(folder)
     return folder
+
+
+def _newer(model: Path, bundle: Path) -> Path | None:
+    """A file of a model's folder that was changed after the bundle was made; None where there is none."""
+    made = _changed(bundle / manifest.FILE_NAME)
+    files = (file for pattern in _MODEL_FILES for file in sorted(model.glob(pattern)))
+    return next((file for file in files if _changed(file) > made), None)
+
+
+def _changed(path: Path) -> int:
+    """When a file's content, name or place changed last, in ns; the place of a link counts as well.
+
+    A copy may keep the time of its content (mtime), not the time it was made (ctime). Times to come are those of a
+    clock that was wrong: they would be newer than every bundle.
+    """
+    now = time.time_ns()
+    try:
+        looks = (path.lstat(), path.stat())
+    except FileNotFoundError:  # gone since, or a link to nothing
+        return 0
+    return max((t for look in looks for t in (look.st_mtime_ns, look.st_ctime_ns) if t <= now), default=0)
 
 
 def _must_be_a_model(folder: Path) -> None:

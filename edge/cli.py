@@ -38,7 +38,7 @@ POLICIES = tuple(policy.value for policy in Policy)
 CHOICE, LIMITS, ENGINE, API = Sampling(), Limits(), Engine(), Settings()
 CHAT_LIMITS = Limits(max_new_tokens=1024, overflow="truncate")
 
-Model = Annotated[str, typer.Option(help="smollm2-135m, hf:org/name, a model's folder or GGUF, or a bundle.")]
+Model = Annotated[str, typer.Option(help="smollm2-135m, hf:org/name, a folder or a GGUF, or a bundle's or its name.")]
 Precision = Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)}; {DEFAULT_PRECISION} if not given.")]
 Prompts = Annotated[Path | None, typer.Option(help='Lines {"id", "turns"} (the first counts) or {"id", "prompt"}.')]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]

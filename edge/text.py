@@ -16,11 +16,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from starsd.edge.detokenize import TextStream
-from starsd.edge.template import ChatTemplate, Messages
 from starsd.shared.errors import ModelError, UsageError
-
-DEFAULT = "default"
-TOOL_USE = "tool_use"
+from starsd.shared.template import DEFAULT, TOOL_USE, ChatTemplate, Messages, read_templates, special_tokens
 
 
 class Text:
@@ -53,11 +50,11 @@ class Text:
         except Exception as error:  # the library raises Exception itself
             raise ModelError(f"{path} cannot be read: {error}") from error
         config = _read_json(folder / "tokenizer_config.json")
-        special = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
+        special = special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
         eos = _eos_ids(folder)
         if "eos_token" in special and (id := tokenizer.token_to_id(special["eos_token"])) is not None:
             eos |= {id}
-        return cls(tokenizer, _templates(folder, config), special, frozenset(eos), folder)
+        return cls(tokenizer, read_templates(folder, config), special, frozenset(eos), folder)
 
     @property
     def bos(self) -> int | None:
@@ -124,37 +121,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`*_token` entries, each a string or an object with `content`."""
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            found[name] = content
-    return found
-
-
-def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name: from tokenizer_config.json, overridden by `.jinja` files."""
-    templates: dict[str, str] = {}
-    given = config.get("chat_template")
-    if isinstance(given, str):
-        templates[DEFAULT] = given
-    elif isinstance(given, list):
-        try:
-            templates |= {str(entry["name"]): str(entry["template"]) for entry in given}
-        except (KeyError, TypeError) as error:
-            raise ModelError("chat_template is a list, expected objects with name and template in it") from error
-    elif given is not None:
-        raise ModelError(f"chat_template is a {type(given).__name__}, expected a string or a list of named templates")
-    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (file := folder / "chat_template.jinja").is_file():
-        files[DEFAULT] = file
-    return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items()}
 
 
 def _eos_ids(folder: Path) -> set[int]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from starsd.export import check
 from starsd.export.calibrate import calibrate
-from starsd.export.chat import ChatRenderer, end_tokens
+from starsd.export.chat import ask, end_tokens
 from starsd.export.checkpoint import Checkpoint
 from starsd.export.graph import GraphWriter
 from starsd.export.graph_decoder import build
@@ -28,7 +32,7 @@ from starsd.export.train_data import read_chats
 from starsd.shared import manifest
 from starsd.shared.config import FLAVOURS, PRECISIONS
 from starsd.shared.console import Progress, no_progress
-from starsd.shared.errors import UsageError
+from starsd.shared.errors import ModelError, UsageError
 from starsd.shared.fingerprint import target_fingerprint
 from starsd.shared.home import parse_ref
 from starsd.shared.manifest import FeatureSpec, Manifest, Quality
@@ -77,9 +81,11 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
     if out is not None:
         _check_replaceable(out)
     source = pull(ref, progress)
-    checkpoint = Checkpoint(source)
+    checkpoint, tokenizer = Checkpoint(source), load_tokenizer(source)
     features = _features(checkpoint, options)
     context = _context(checkpoint, options)
+    questions, why_plain = ask(source, tokenizer, check.PROMPTS, context // 2)
+    _require_rows(source, tokenizer, questions, checkpoint.shape.vocab)
     final = out or parse_ref(ref).bundle(options.flavour, options.precision)
     needed = int(checkpoint.weights * _BYTES_PER_WEIGHT[options.precision])
     if out is None:
@@ -93,9 +99,13 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
         _write_graph(
             folder, source, (options.flavour, options.precision), features, context, progress, options.calibration
         )
-        _write_text_files(source, folder)
+        _write_text_files(source, folder, tokenizer)
         eos = end_tokens(source)
-        quality = _quality(folder, options.flavour, source, checkpoint, context, eos, progress) if compared else None
+        quality = None
+        if compared:
+            if why_plain:
+                print(f"measured without a chat template: {why_plain}", file=sys.stderr, flush=True)
+            quality = _quality(folder, options.flavour, checkpoint, questions, context, eos, progress)
         made = Manifest(
             name=parse_ref(ref).slug,
             source=ref,
@@ -122,12 +132,40 @@ def export_onnx(ref: str, options: Options, out: Path | None = None, progress: P
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Only a bundle may be replaced: what else lies there is somebody's."""
-    if folder.is_dir():
-        if any(folder.iterdir()) and not (folder / manifest.FILE_NAME).is_file():
+    """Only a bundle may be replaced: what else lies there is somebody's, a file named manifest.json or not."""
+    if os.path.isdir(folder):  # unlike Path's own, no names are too long for it: `staged` tells of those
+        if any(folder.iterdir()) and not _is_bundle(folder):
             raise UsageError(f"{folder} is neither empty nor a bundle, expected a folder that may be replaced")
-    elif folder.exists() or folder.is_symlink():
-        raise UsageError(f"{folder} is no folder, expected one that may be made or replaced")
+        return
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not os.path.isdir(there):
+        raise UsageError(f"{there} is no folder, expected one that may be made or replaced")
+
+
+class _Marks(msgspec.Struct):
+    """What every format of a manifest has and hardly another file of that name."""
+
+    format: int
+    fingerprint: str
+    flavour: str
+    precision: str
+    files: dict[str, manifest.FileEntry]
+
+
+def _is_bundle(folder: Path) -> bool:
+    """Whether a manifest says so, of this version of starsd or another."""
+    try:
+        return manifest.GRAPH_FILE in msgspec.json.decode((folder / manifest.FILE_NAME).read_bytes(), type=_Marks).files
+    except (OSError, msgspec.ValidationError, msgspec.DecodeError, RecursionError):
+        return False
+
+
+def _require_rows(source: Path, tokenizer: Any, questions: Sequence[Sequence[int]], rows: int) -> None:
+    """Raise ModelError when the vocabulary or a question has ids beyond the model's rows. Added tokens that no question
+    holds may have such: padding, say, which is never read."""
+    tokens = max(tokenizer.get_vocab_size(with_added_tokens=False), 1 + max(map(max, questions)))
+    if tokens > rows:
+        raise ModelError(f"tokenizer of {source} has {tokens} tokens, the model has rows for {rows}")
 
 
 def peak_memory() -> int:
@@ -159,7 +197,8 @@ def _write_graph(
     if calibration is not None:
         chats = read_chats(calibration, checkpoint.shape.vocab)
         checkpoint.curvatures = calibrate(checkpoint, chats, folder, progress)
-    with GraphWriter(folder, recipe.flavour.opsets, recipe.flavour.ir_version) as graph:
+    # values beyond what a precision holds are found as they are written, and told as an error
+    with np.errstate(all="ignore"), GraphWriter(folder, recipe.flavour.opsets, recipe.flavour.ir_version) as graph:
         build(graph, checkpoint, recipe, features, context, progress)
         graph.save(checkpoint.folder.name)
 
@@ -181,9 +220,9 @@ def _context(checkpoint: Checkpoint, options: Options) -> int:
     return context
 
 
-def _write_text_files(source: Path, folder: Path) -> None:
+def _write_text_files(source: Path, folder: Path, tokenizer: Any) -> None:
     """Tokenizer, chat template and configs, so that the bundle needs nothing else to talk."""
-    load_tokenizer(source).save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     for name in _COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -194,22 +233,19 @@ def _write_text_files(source: Path, folder: Path) -> None:
 def _quality(
     folder: Path,
     flavour: str,
-    source: Path,
     checkpoint: Checkpoint,
+    questions: Sequence[Sequence[int]],
     context: int,
     eos: tuple[int, ...],
     progress: Progress,
 ) -> Quality:
     """Compare with an fp32 graph of the same weights, made beside and thrown away."""
-    tokenizer = load_tokenizer(source)
-    renderer = ChatRenderer.find(source)
-    asked = [renderer.render([{"role": "user", "content": text}]) if renderer else text for text in check.PROMPTS]
-    prompts = [tokenizer.encode(text, add_special_tokens=renderer is None).ids[: context // 2] for text in asked]
-    capacity = min(max(map(len, prompts)) + check.ANSWER_TOKENS, context)
+    capacity = min(max(map(len, questions)) + check.ANSWER_TOKENS, context)
     with TemporaryDirectory(dir=folder) as place:
         shape = checkpoint.shape
-        _write_graph(Path(place), source, (flavour, "fp32"), FeatureSpec((), False, shape.hidden), context, no_progress)
+        form, features = (flavour, "fp32"), FeatureSpec((), False, shape.hidden)
+        _write_graph(Path(place), checkpoint.folder, form, features, context, no_progress)
         reference = check.Runner(Path(place), shape, capacity, flavour=flavour, mapped=True)
-        answers = check.write_answers(reference, prompts, eos, progress)
+        answers = check.write_answers(reference, questions, eos, progress)
         del reference
         return check.compare(answers, check.Runner(folder, shape, capacity, flavour=flavour))

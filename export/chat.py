@@ -1,19 +1,14 @@
-"""Chat templates as the exporter needs them: a conversation as the model expects it, for measuring and for training.
-
-The templates come with downloaded models, so they run in jinja's sandbox. What users type is the edge's business, which
-has a renderer with everything that templates may ask for.
-"""
+"""Chat templates as the exporter needs them: a conversation as the model expects it, for measuring and for training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from starsd.export.hf_folder import chat_template, read_json
-from starsd.shared.errors import ModelError
+from starsd.shared.errors import ModelError, UsageError
+from starsd.shared.template import ChatTemplate, special_tokens
 
 
 class ChatRenderer:
@@ -21,12 +16,11 @@ class ChatRenderer:
 
     def __init__(self, folder: Path, source: str) -> None:
         self.folder = folder
-        self.special = special_tokens(folder)
+        self.special = special_tokens(read_json(folder / "tokenizer_config.json"))
         try:
-            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-            self._template: Template = environment.from_string(source)
-        except TemplateError as error:
-            raise ModelError(f"chat template of {folder} cannot be read: {error}") from error
+            self._template = ChatTemplate(source, self.special)
+        except ModelError as error:
+            raise ModelError(f"{folder}: {error}") from error
 
     @classmethod
     def find(cls, folder: Path) -> ChatRenderer | None:
@@ -37,17 +31,31 @@ class ChatRenderer:
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The conversation up to where the next answer begins. Raises ModelError when the template cannot render it."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self.special)
-        except TemplateError as error:
-            raise ModelError(f"chat template of {self.folder} cannot be rendered: {error}") from error
+            return self._template.render(messages)
+        except (ModelError, UsageError) as error:
+            raise ModelError(f"{self.folder}: {error}") from error
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that templates name, such as `bos_token`, as text."""
-    config = read_json(folder / "tokenizer_config.json")
-    named = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
-    return {"bos_token": "", "eos_token": "", **{name: text for name, text in texts.items() if isinstance(text, str)}}
+def ask(folder: Path, tokenizer: Any, texts: Sequence[str], longest: int) -> tuple[list[list[int]], str]:
+    """Each text as a question to the model of a folder, at most `longest` ids; and why they go without its chat
+    template, empty where they do not or there is none.
+
+    Raises ModelError when a question has no tokens.
+    """
+    try:
+        if (renderer := ChatRenderer.find(folder)) is not None:
+            rendered = [renderer.render([{"role": "user", "content": text}]) for text in texts]
+            asked = [tokenizer.encode(text, add_special_tokens=False).ids[:longest] for text in rendered]
+            if all(asked):
+                return asked, ""
+            raise ModelError(f"{folder}: chat template renders nothing")
+        why_not = ""
+    except ModelError as error:
+        why_not = str(error)
+    asked = [tokenizer.encode(text).ids[:longest] for text in texts]
+    if not all(asked):
+        raise ModelError(f"tokenizer of {folder} makes no tokens of a question, expected some")
+    return asked, why_not
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ PROMPTS = (
     "List five exercises that need no equipment and say what each is good for.",
 )
 ANSWER_TOKENS = 64
+_LEAST = -6e4  # a logarithm that float16 holds and whose probability is 0: below, 0 · -∞ would be no number
 _ANSWERING = "fp32 answers to compare with"
 
 Floats = NDArray[np.float32]
@@ -113,7 +114,7 @@ def write_answers(
             logits = runner.run(unread, len(tokens) - len(unread))["logits"][-1]
             if not np.isfinite(logits).all():
                 raise ModelError("the model computes logits that are not finite in fp32, expected numbers")
-            chosen_by.append(_log_softmax(logits).astype(np.float16))
+            chosen_by.append(np.maximum(_log_softmax(logits), _LEAST).astype(np.float16))
             unread = [int(logits.argmax())]
             tokens += unread
             progress(_ANSWERING, number * ANSWER_TOKENS + len(chosen_by), len(prompts) * ANSWER_TOKENS)

@@ -1,9 +1,14 @@
-"""A Hugging Face folder as the exporter reads it: a tensor at a time, and the GGUF blocks it came from, if any."""
+"""A Hugging Face folder as the exporter reads it: a tensor at a time, and the GGUF blocks it came from, if any.
+
+Weights are what the safetensors say. A GGUF beside them may be of an earlier state or of another model (a copied folder
+that was trained further keeps it), so its blocks count only where they are exactly what is stored.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +19,14 @@ from starsd.export.gguf import Blocks, read_blocks
 from starsd.export.hf_folder import SOURCE_GGUF
 from starsd.export.packed import PackedLayers, read_scheme
 from starsd.export.rounding import Curvature
-from starsd.export.stored import mapped
+from starsd.export.stored import mapped, require_finite
+from starsd.shared.errors import ModelError
 from starsd.shared.families import read_architecture
 from starsd.shared.weights import check_tensors, read_config, tensor_index
 
 EMBEDDING = "model.embed_tokens.weight"
 _UNUSED = ("rotary_emb.inv_freq",)  # derived values that old checkpoints carry along
+_COMPARED_AT_ONCE = 1 << 22  # values
 
 
 class Checkpoint:
@@ -46,7 +53,11 @@ class Checkpoint:
             del self._index[name]
         check_tensors(str(folder), {**self._index, **self.packed.shapes}, expected)
         source = folder / SOURCE_GGUF
-        self.blocks: Mapping[str, Blocks] = read_blocks(source) if source.is_file() else {}
+        self._finite: set[str] = set()
+        self.blocks: Mapping[str, Blocks] = {}
+        if source.is_file():
+            with contextlib.suppress(ModelError):  # what cannot be read is not what this folder was made from
+                self.blocks = _StoredBlocks(read_blocks(source), self._index, self.stored)
         self.curvatures: Mapping[str, Curvature] = {}  # by weight, once a calibration text was read
 
     def __contains__(self, name: str) -> bool:
@@ -64,10 +75,17 @@ class Checkpoint:
         return sum(map(math.prod, [*shapes, *self.packed.shapes.values()]))
 
     def stored(self, name: str) -> NDArray[Any]:
-        """A tensor as it lies on disk: mapped, not read. What is packed there comes in float32."""
+        """A tensor as it lies on disk, mapped. What is packed there comes in float32.
+
+        Raises ModelError when it holds values that are not finite.
+        """
         if name in self.packed.shapes:
             return self.packed[name].dequantise()
-        return mapped(name, self._index[name])
+        values = mapped(name, self._index[name])
+        if name not in self._finite:
+            require_finite(f"tensor {name}", values, "expected numbers")
+            self._finite.add(name)
+        return values
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A tensor in float32."""
@@ -83,3 +101,41 @@ class Checkpoint:
         """What embeddings are multiplied by, rounded to the type they are stored in, as models are trained."""
         scale = np.float32(self.architecture.embedding_scale)
         return float(scale.astype(self.stored(EMBEDDING).dtype))
+
+
+class _StoredBlocks(Mapping[str, Blocks]):
+    """Those of a GGUF's matrices that are the checkpoint's own; each is decoded and compared when it is asked for."""
+
+    def __init__(self, blocks: Mapping[str, Blocks], names: Container[str], stored: Callable[[str], NDArray[Any]]):
+        self._blocks, self._names, self._stored = blocks, names, stored
+        self._same: dict[str, bool] = {}
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._blocks if name in self)
+
+    def __getitem__(self, name: str) -> Blocks:
+        if name not in self._names or not self._same.get(name, True):
+            raise KeyError(name)
+        blocks = self._blocks[name]
+        if name not in self._same:
+            self._same[name] = _same(blocks, self._stored(name))
+            if not self._same[name]:
+                raise KeyError(name)
+        return blocks
+
+
+def _same(blocks: Blocks, stored: NDArray[Any]) -> bool:
+    """Whether `blocks` are exactly these values; a bounded number is decoded at a time."""
+    if blocks.quants.shape != stored.shape:
+        return False
+    step = max(1, _COMPARED_AT_ONCE // stored.shape[1])
+    for start in range(0, len(stored), step):
+        rows = slice(start, start + step)
+        minimum = None if blocks.minimum is None else blocks.minimum[rows]
+        part = Blocks(blocks.kind, blocks.scale[rows], minimum, blocks.quants[rows])
+        if not np.array_equal(part.dequantise(), stored[rows]):
+            return False
+    return True

@@ -24,7 +24,7 @@ app = typer.Typer(
 
 @app.command()
 def onnx(
-    model: Annotated[str, typer.Argument(help="smollm2-135m, hf:org/name or a folder.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="smollm2-135m, hf:org/name, a folder or a GGUF.")] = DEFAULT_MODEL,
     precision: Annotated[str, typer.Option(help=", ".join(PRECISIONS))] = DEFAULT_PRECISION,
     flavour: Annotated[str, typer.Option(help=", ".join(FLAVOURS))] = FLAVOURS[0],
     taps: Annotated[str | None, typer.Option(help="Layers whose inputs are features; default: EAGLE-3's.")] = None,
@@ -92,7 +92,7 @@ def tensorrt(
 @app.command("train-drafter")
 def train_drafter(
     *,
-    target: Annotated[str, typer.Option(help="smollm2-135m, hf:org/name or a folder.")] = DEFAULT_MODEL,
+    target: Annotated[str, typer.Option(help="smollm2-135m, hf:org/name, a folder or a GGUF.")] = DEFAULT_MODEL,
     out: Annotated[Path, typer.Option(help="Where the head goes; a run that was stopped goes on from there.")],
     data: Annotated[
         Path | None, typer.Option(help="Chats: an .npz or a folder of them; default: it writes some.")
@@ -150,7 +150,7 @@ def train_drafter(
 @app.command()
 def phrases(
     *,
-    target: Annotated[str, typer.Option(help="smollm2-135m, hf:org/name or a folder.")] = DEFAULT_MODEL,
+    target: Annotated[str, typer.Option(help="smollm2-135m, hf:org/name, a folder or a GGUF.")] = DEFAULT_MODEL,
     data: Annotated[Path, typer.Option(help="Chats that it wrote: an .npz or a folder of them.")],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("phrases.npz"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,

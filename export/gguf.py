@@ -21,6 +21,7 @@ from starsd.export.hf_folder import write_json
 from starsd.export.safetensors_writer import TensorSpec, write_safetensors
 from starsd.export.staging import require_space
 from starsd.shared.console import Progress, no_progress
+from starsd.shared.errors import ModelError
 
 BLOCK = 32  # values that share a scale in Q4_0, Q4_1 and Q8_0
 BLOCK_KINDS = ("Q4_0", "Q4_1", "Q8_0")
@@ -91,6 +92,11 @@ def _decode(kind: str, blocks: NDArray[np.uint8]) -> Blocks:
     return Blocks(kind, scale, minimum, quants)
 
 
+def converted_bytes(path: Path) -> int:
+    """What the weights that `convert` writes take. Errors as of `convert`."""
+    return sum(TensorSpec(name, "F32", info.shape).size for name, info in hf_tensors(open_gguf(path)).items())
+
+
 def convert(path: Path, folder: Path, progress: Progress = no_progress) -> None:
     """Write `path` as a Hugging Face folder in fp32: config, weights, tokenizer, chat template, generation config.
 
@@ -107,9 +113,12 @@ def convert(path: Path, folder: Path, progress: Progress = no_progress) -> None:
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", generation_config_from(file.metadata))
     write_json(folder / "tokenizer_config.json", tokenizer_config)
-    (folder / "tokenizer.json").write_text(tokenizer.to_str())
-    if template := file.metadata.get("tokenizer.chat_template"):
-        (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    template = file.metadata.get("tokenizer.chat_template") or ""
+    if not isinstance(template, str):
+        raise ModelError(f"{path} has a chat template of type {type(template).__name__}, expected text")
+    if template:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _values(file: GGUFFile, tensors: Mapping[str, TensorInfo], progress: Progress) -> Iterator[NDArray[np.float32]]:

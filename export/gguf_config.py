@@ -16,6 +16,7 @@ from starsd.shared.errors import ModelError, UnsupportedModelError
 _ORIGINAL_CONTEXT = 8192  # of Llama 3.1, whose rope scaling is recognised
 _GEMMA_THETA = 1e6  # of Gemma 3's global layers
 _LOCAL_THETA = 10000.0
+_GEMMA2_CAPS = (50.0, 30.0)  # of attention and of logits, where a file names none
 _BIGGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, which scale attention by hidden / heads
 
 # What changes the result where an architecture does not read it below
@@ -31,6 +32,7 @@ _CHANGING = (
     "logit_scale",
     "residual_scale",
 )
+_NEUTRAL = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}  # and what changes it unless it is this
 
 
 def config_from(file: GGUFFile) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def config_from(file: GGUFFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": number(file, "context_length"),
-        "rms_norm_eps": _exact(option(file, "attention.layer_norm_rms_epsilon", 1e-6)),
+        "rms_norm_eps": _exact(_real(file, "attention.layer_norm_rms_epsilon", 1e-6)),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": "float32",
     }
@@ -64,6 +66,9 @@ def config_from(file: GGUFFile) -> dict[str, Any]:
     for name in _CHANGING:
         if name not in read and option(file, name):
             raise UnsupportedModelError(f"{file.path} has {name} {option(file, name)!r}, which a {model_type} lacks")
+    for name, neutral in _NEUTRAL.items():
+        if (value := option(file, name, neutral)) != neutral:
+            raise UnsupportedModelError(f"{file.path} has {name} {value!r}, expected {neutral}")
     return config | more | _end_tokens(file.metadata)
 
 
@@ -82,7 +87,7 @@ Read = tuple[Config, tuple[str, ...]]  # more of the config, and the options tha
 
 
 def _llama(file: GGUFFile, config: Config) -> Read:
-    theta = float(option(file, "rope.freq_base", 10000.0))
+    theta = _real(file, "rope.freq_base", 10000.0)
     return {
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(file, config["head_dim"], theta),
@@ -107,22 +112,22 @@ def _gemma(file: GGUFFile, config: Config) -> Config:
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": hidden // heads if biggest else config["head_dim"],
         "sliding_window": number(file, "attention.sliding_window"),
-        "final_logit_softcapping": option(file, "final_logit_softcapping"),
     }
 
 
 def _gemma2(file: GGUFFile, config: Config) -> Read:
-    theta = float(option(file, "rope.freq_base", 10000.0))
+    theta = _real(file, "rope.freq_base", 10000.0)
     more = _gemma(file, config) | {
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(file, config["head_dim"], theta),
-        "attn_logit_softcapping": option(file, "attn_logit_softcapping"),
+        "attn_logit_softcapping": option(file, "attn_logit_softcapping", _GEMMA2_CAPS[0]),
+        "final_logit_softcapping": option(file, "final_logit_softcapping", _GEMMA2_CAPS[1]),
     }
     return more, ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 def _gemma3(file: GGUFFile, config: Config) -> Read:
-    theta = float(option(file, "rope.freq_base", _GEMMA_THETA))
+    theta = _real(file, "rope.freq_base", _GEMMA_THETA)
     local = option(file, "attention.sliding_window_pattern")
     if not isinstance(local, list):
         every = number(file, "attention.sliding_window_pattern", 6)
@@ -130,7 +135,8 @@ def _gemma3(file: GGUFFile, config: Config) -> Read:
     more = _gemma(file, config) | {
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(file, config["head_dim"], theta),
-        "rope_local_base_freq": float(option(file, "rope.freq_base_swa", _LOCAL_THETA)),
+        "rope_local_base_freq": _real(file, "rope.freq_base_swa", _LOCAL_THETA),
+        "final_logit_softcapping": option(file, "final_logit_softcapping"),
         "layer_types": ["sliding_attention" if here else "full_attention" for here in local],
     }
     return more, ("attention.sliding_window", "final_logit_softcapping")
@@ -166,18 +172,30 @@ def _exact(value: float) -> float:
     return float(str(np.float32(value)))
 
 
+def _real(file: GGUFFile, key: str, default: float) -> float:
+    """A number above 0 of the architecture's metadata."""
+    value = option(file, key, default)
+    if not isinstance(value, float | int) or not 0 < value < math.inf:
+        raise ModelError(f"{file.path}: {key} is {value!r:.80}, expected a number above 0")
+    return float(value)
+
+
 def _rope_scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, Any] | None:
-    if (factors := file.tensors.get("rope_freqs.weight")) is not None:
+    """As llama.cpp reads it: a factor without a type is linear, one of 0 says nothing."""
+    kind = option(file, "rope.scaling.type", "linear")
+    key = "rope.scaling.factor" if option(file, "rope.scaling.factor") is not None else "rope.scale_linear"
+    factor = 1.0 if kind == "none" or option(file, key) == 0 else _real(file, key, 1.0)
+    factors = file.tensors.get("rope_freqs.weight")
+    if factor != 1 and (kind != "linear" or factors is not None):
+        beside = "" if factors is None else " beside rope_freqs"
+        raise UnsupportedModelError(
+            f"{file.path} has rope scaling {kind!r:.80}{beside}, expected none, linear or llama3"
+        )
+    if factors is not None:
         if factors.kind != "F32":
             raise UnsupportedModelError(f"{file.path} has rope_freqs of type {factors.kind}, expected F32")
         return _llama3_scaling(file, file.data(factors)[0].view(np.float32), head_dim, theta)
-    kind = option(file, "rope.scaling.type", "none")
-    factor = option(file, "rope.scaling.factor", option(file, "rope.scale_linear", 1.0))
-    if kind == "none" or factor in (0.0, 1.0):
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": float(factor)}
-    raise UnsupportedModelError(f"{file.path} has rope scaling {kind!r}, expected none, linear or llama3")
+    return None if factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
 def _llama3_scaling(file: GGUFFile, stored: NDArray[np.float32], head_dim: int, theta: float) -> dict[str, Any]:

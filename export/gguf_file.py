@@ -87,6 +87,8 @@ def open_gguf(path: Path) -> GGUFFile:
         end = tensors[name].start + tensors[name].size
         if end > size:
             raise ModelError(f"{path} has {size} bytes, expected at least {end} for tensor {name}: truncated")
+    if (parts := metadata.get("split.count", 1)) not in (0, 1):
+        raise UnsupportedModelError(f"{path} is one of {parts!r:.80} parts, expected a whole GGUF: merge them first")
     return GGUFFile(path, metadata, tensors, np.frombuffer(view, np.uint8))
 
 

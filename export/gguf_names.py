@@ -58,9 +58,9 @@ ARCHITECTURES = {
 def naming(file: GGUFFile) -> Naming:
     """Of the file's architecture. Raises UnsupportedModelError when it is none of `ARCHITECTURES`."""
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{file.path} has architecture {architecture!r}, expected one of {', '.join(ARCHITECTURES)}"
+            f"{file.path} has architecture {architecture!r:.80}, expected one of {', '.join(ARCHITECTURES)}"
         )
     return ARCHITECTURES[architecture]
 

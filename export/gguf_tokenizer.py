@@ -62,17 +62,17 @@ _CUTS = {
 def tokenizer_from(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer and its tokenizer_config. Raises UnsupportedModelError for kinds that are not built here."""
     kind = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    tokens = _column(metadata, "tokens", str)
+    if not tokens:
         raise ModelError("GGUF has no tokenizer.ggml.tokens, expected a vocabulary")
-    kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    kinds = _column(metadata, "token_type", int) or [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise ModelError(f"GGUF has {len(kinds)} token types, expected {len(tokens)}: one per token")
     if kind == "gpt2":
         return _byte_level(metadata, tokens, kinds), _config(metadata, tokens, add_bos=False)
     if kind == "llama":
         config = _config(metadata, tokens, add_bos=True)
-        scores = metadata.get("tokenizer.ggml.scores", [])
+        scores = _column(metadata, "scores", float | int)
         if len(scores) != len(tokens):
             raise ModelError(f"GGUF has {len(scores)} token scores, expected {len(tokens)}: one per token")
         vocabulary = Vocabulary(
@@ -84,16 +84,17 @@ def tokenizer_from(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]
             add_eos=config["add_eos_token"],
         )
         return build(vocabulary), config
-    raise UnsupportedModelError(f"GGUF tokenizer {kind!r} is not supported, expected gpt2 or llama")
+    raise UnsupportedModelError(f"GGUF tokenizer {kind!r:.80} is not supported, expected gpt2 or llama")
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:
     name = metadata.get("tokenizer.ggml.pre")
-    if name not in _CUTS:
-        raise UnsupportedModelError(f"GGUF pre-tokenizer {name!r} is not supported, expected one of {', '.join(_CUTS)}")
+    if not isinstance(name, str) or name not in _CUTS:
+        known = ", ".join(_CUTS)
+        raise UnsupportedModelError(f"GGUF pre-tokenizer {name!r:.80} is not supported, expected one of {known}")
     cut = _CUTS[name]
     ids = {token: row for row, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    pairs = [tuple(merge.split(" ", 1)) for merge in _column(metadata, "merges", str)]
     try:
         model = models.BPE(vocab=ids, merges=pairs, ignore_merges=cut.whole_words)
     except Exception as error:  # tokenizers raises bare Exception
@@ -132,7 +133,16 @@ def _config(metadata: dict[str, Any], tokens: list[str], *, add_bos: bool) -> di
     return config
 
 
-def _token(tokens: list[str], row: int) -> str:
-    if not 0 <= row < len(tokens):
-        raise ModelError(f"GGUF names token {row}, expected 0 to {len(tokens) - 1}")
+def _column(metadata: dict[str, Any], name: str, kind: Any) -> list[Any]:
+    """One of the lists that say something of each token or merge; empty where the file has none."""
+    column = metadata.get(f"tokenizer.ggml.{name}", [])
+    if not isinstance(column, list) or not all(isinstance(value, kind) for value in column):
+        expected = "texts" if kind is str else "numbers"
+        raise ModelError(f"GGUF has tokenizer.ggml.{name} {column!r:.60}, expected a list of {expected}")
+    return column
+
+
+def _token(tokens: list[str], row: Any) -> str:
+    if not isinstance(row, int) or not 0 <= row < len(tokens):
+        raise ModelError(f"GGUF names token {row!r:.80}, expected 0 to {len(tokens) - 1}")
     return tokens[row]

@@ -13,12 +13,15 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from starsd.export.stored import FLOATS, require_finite
 from starsd.shared.manifest import GRAPH_FILE, WEIGHTS_FILE
 
 CONTRIB = "com.microsoft"
 _ALIGNMENT = 4096  # lets the runtime map a tensor instead of copying it
 _INLINE_BYTES = 1024  # smaller constants sit in the graph itself, where shape inference sees them
 
+_FLOATS = {np.dtype(kind) for kind in FLOATS.values()}
+_TOO_NARROW = "float16 reaches 65504: expected another precision for this model"
 _TYPES = {
     np.dtype(np.float32): TensorProto.FLOAT,
     np.dtype(np.float16): TensorProto.FLOAT16,
@@ -58,13 +61,18 @@ class GraphWriter:
         self._outputs.append(helper.make_tensor_value_info(name, _TYPES[np.dtype(dtype)], shape))
 
     def constant(self, name: str, value: NDArray[Any] | float) -> str:
-        """A weight, written to disk at once; a name that is there already is not written again."""
+        """A weight, written to disk at once; a name that is there already is not written again.
+
+        Raises ModelError when it holds values that are not finite.
+        """
         if name in self._constants:
             return name
         array = np.ascontiguousarray(value if isinstance(value, np.ndarray) else np.float32(value))
         if not isinstance(value, np.ndarray) or not value.shape:
             array = array.reshape(())
         tensor = TensorProto(name=name, data_type=_TYPES[array.dtype], dims=array.shape)
+        if array.dtype in _FLOATS:  # weights were finite; what they are computed to may be beyond the precision
+            require_finite(f"constant {name}", array, _TOO_NARROW if array.dtype == np.float16 else "expected numbers")
         data = _stored(array)
         if data.nbytes <= _INLINE_BYTES:
             tensor.raw_data = data.tobytes()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from starsd.shared.errors import ModelError
+from starsd.shared.template import DEFAULT, FILE_NAME, read_templates
 
 SOURCE_GGUF = "source.gguf"  # the file that a folder was converted from, beside the result
 
@@ -40,8 +41,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}, expected an object")
@@ -53,26 +54,22 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def chat_template(folder: Path) -> str | None:
-    """The chat template of a Hugging Face folder (its own, else Vicuna's when it is one); None when it has none."""
-    if (path := folder / "chat_template.jinja").is_file():
-        return path.read_text()
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    if isinstance(template, str):
-        return template
-    return VICUNA_TEMPLATE if _is_vicuna(folder) else None
+    """The chat template of a Hugging Face folder (its own, else Vicuna's when it is one); None when it has none.
+
+    Raises ModelError when a file that could hold it cannot be read."""
+    templates = read_templates(folder, read_json(folder / "tokenizer_config.json"))
+    return templates.get(DEFAULT, VICUNA_TEMPLATE if not templates and _is_vicuna(folder) else None)
 
 
 def ensure_chat_template(folder: Path) -> bool:
     """Write the folder's chat template to chat_template.jinja unless it is there. False when there is none to write."""
-    path = folder / "chat_template.jinja"
+    path = folder / FILE_NAME
     if path.is_file():
         return True
     template = chat_template(folder)
     if template is None:
         return False
-    path.write_text(template)
+    path.write_text(template, encoding="utf-8")
     return True
 
 

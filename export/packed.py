@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from starsd.export.stored import WORDS, mapped
+from starsd.export.stored import WORDS, mapped, require_finite
 from starsd.shared.errors import ModelError, UnsupportedModelError
 from starsd.shared.weights import TensorEntry
 
@@ -46,6 +46,7 @@ class Scheme:
     bits: int
     group: int
     zero_offset: int  # what is missing from stored zeros
+    shuffled: bool = False  # inputs belong to groups in an order that only the layer's index tells
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,15 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     options = config.get("quantization_config")
     if not options:
         return None
-    method = options.get("quant_method") if isinstance(options, dict) else options
+    if not isinstance(options, dict):
+        raise UnsupportedModelError(f"quantization_config {options!r} is not supported, expected an object")
+    method = options.get("quant_method")
     if method not in METHODS:
         raise UnsupportedModelError(
             f"quantisation method {method!r} is not supported, expected one of {', '.join(METHODS)}"
         )
     bits, group = options.get("bits"), options.get("group_size", 128)
-    if bits not in _BITS[method]:
+    if not isinstance(bits, int) or bits not in _BITS[method]:  # 4.0 is equal to 4
         expected = ", ".join(map(str, _BITS[method]))
         raise UnsupportedModelError(f"{method} of {bits!r} bits is not supported, expected {expected}")
     if not isinstance(group, int) or (group != -1 and (group < 1 or group % _LEAST_GROUP)):
@@ -117,7 +120,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     layout = options.get("checkpoint_format") or options.get("format") or "gptq"
     _expect("gptq format", layout, GPTQ_FORMATS)
     _expect("gptq pack_dtype", options.get("pack_dtype", "int32"), ("int32",))
-    return Scheme(method, bits, max(group, 0), int(layout == "gptq"))
+    return Scheme(method, bits, max(group, 0), int(layout == "gptq"), bool(options.get("desc_act", False)))
 
 
 def _expect(what: str, got: Any, expected: tuple[str, ...]) -> None:
@@ -175,6 +178,8 @@ class _Layer:
         self._name, self._scheme = name, scheme
         if missing := [part for part in _NEEDED if f"{name}.{part}" not in index]:
             raise ModelError(f"layer {name} lacks {', '.join(missing)}, expected {', '.join(_NEEDED)}")
+        if f"{name}.weight" in index:
+            raise ModelError(f"layer {name} has both weight and qweight, expected one of them")
         self._entries = {part: index[f"{name}.{part}"] for part in (*_NEEDED, _OPTIONAL) if f"{name}.{part}" in index}
         each = _WORD // scheme.bits
         rows, columns = self._matrix("qweight")
@@ -186,6 +191,8 @@ class _Layer:
         groups = -(-inputs // self._size)
         if inputs % self._size:
             raise UnsupportedModelError(f"layer {name} has {inputs} inputs, expected a multiple of its {self._size}")
+        if scheme.shuffled and groups > 1 and _OPTIONAL not in self._entries:
+            raise ModelError(f"layer {name} lacks {_OPTIONAL}, expected it with desc_act")
         shapes = {"qzeros": (groups, outputs // each), "scales": (groups, outputs), "g_idx": (inputs,)}
         for part, expected in shapes.items():
             if part in self._entries and (got := self._entries[part].shape) != expected:
@@ -217,7 +224,9 @@ class _Layer:
             quants, zero = (_numbers(w, scheme.bits, _AWQ_ORDER).T for w in (words, zero_words))
         # a zero of -1 cannot be stored, so that the format's missing one wraps around
         zero = (zero + np.uint8(scheme.zero_offset)) & np.uint8((1 << scheme.bits) - 1)
-        scale = np.asarray(mapped(f"{self._name}.scales", self._entries["scales"]).T, np.float32)
+        stored = mapped(f"{self._name}.scales", self._entries["scales"])
+        require_finite(f"tensor {self._name}.scales", stored, "expected numbers")
+        scale = np.asarray(stored.T, np.float32)
         order = self._order()
         if order is not None:
             quants = quants[:, order]

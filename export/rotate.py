@@ -52,7 +52,8 @@ class RotatedCheckpoint(Checkpoint):
         self.basis = rotation(self.shape.hidden)
         head_dim = self.shape.head_dim
         self._within_head = hadamard(head_dim) if head_dim & (head_dim - 1) == 0 else np.eye(head_dim, dtype=np.float32)
-        self.blocks = {name: self.blocks[name] for name in self.blocks if name == EMBEDDING}  # the others are turned
+        embedding = self.blocks.get(EMBEDDING)  # the others are turned
+        self.blocks = {} if embedding is None else {EMBEDDING: embedding}
 
     def tensor(self, name: str) -> Floats:
         value = super().tensor(name)

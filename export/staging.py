@@ -19,7 +19,10 @@ from pathlib import Path
 from starsd.shared.errors import StorageError
 
 _PREFIX, _SUFFIX = ".staged-", ".tmp"
-_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+_NAME_SHOWN = 40  # characters of the final name in a staged one, which must not pass 255 bytes
+_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space")
+_REMEDIES |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable")
+_REMEDIES |= {errno.EFBIG: "allow larger files (ulimit -f)", errno.ENAMETOOLONG: "choose a shorter name"}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
@@ -36,9 +39,11 @@ def staged(final: Path, *, bytes_needed: int = 0) -> Iterator[Path]:
     with storage_errors(final, bytes_needed=bytes_needed):
         parent.mkdir(parents=True, exist_ok=True)
         require_space(parent, bytes_needed)
+        with contextlib.suppress(FileNotFoundError):
+            final.lstat()  # a name that is too long is told before the work
         with locked(parent):
             sweep(parent)
-            folder = parent / f"{_PREFIX}{final.name}-{secrets.token_hex(4)}{_SUFFIX}"
+            folder = parent / f"{_PREFIX}{final.name[:_NAME_SHOWN]}-{secrets.token_hex(4)}{_SUFFIX}"
             folder.mkdir()
             lock = _lock(folder)
         try:
@@ -54,16 +59,17 @@ def staged(final: Path, *, bytes_needed: int = 0) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def storage_errors(path: Path, *, bytes_needed: int = 0) -> Iterator[None]:
-    """Turn the operating system's word for a full, read-only or forbidden place into StorageError."""
+    """Turn the operating system's word for a place that is full, read-only, forbidden or no possible one into
+    StorageError."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _STORAGE_ERRNOS:
+        remedy = _REMEDIES.get(error.errno or 0)
+        if remedy is None:
             raise
         reason = os.strerror(error.errno or 0).lower()
         where = error.filename or path
         needed = f", {size_text(bytes_needed)} needed" if bytes_needed else ""
-        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
         raise StorageError(f"{where}: {reason}{needed}: {remedy} or point STARSD_HOME elsewhere") from error
 
 

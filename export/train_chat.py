@@ -90,7 +90,7 @@ class ChatText:
             except ModelError:
                 continue  # this template knows no system message
         self.systems = tuple(system for system in self._heads if system)
-        end = self._tokenizer.token_to_id(renderer.special["eos_token"])
+        end = self._tokenizer.token_to_id(renderer.special.get("eos_token", ""))
         self.ends = frozenset(end_tokens(folder)) | ({end} if end is not None else set())
 
     def encode(self, text: str) -> list[int]:

@@ -34,7 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object per line on 
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(help="smollm2-135m, hf:org/name or a local folder.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="smollm2-135m, hf:org/name, a folder or a GGUF file.")] = DEFAULT_MODEL,
     as_json: Json = False,
 ) -> None:
     """Bring a model to this machine and print its folder."""

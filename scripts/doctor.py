@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import msgspec
@@ -223,8 +224,8 @@ def _try_model(model: str, problems: list[Problem]) -> tuple[float | None, float
             folder = ref.bundle("ort", DEFAULT_PRECISION)
             if not (folder / manifest.FILE_NAME).is_file():
                 if not (ref.folder / "config.json").is_file():
-                    problems.append(Problem(f"{model} is not on this machine", f"starsd pull {model}", False))
-                export = f"starsd-export onnx {model} --precision {DEFAULT_PRECISION}"
+                    problems.append(Problem(f"{model} is not on this machine", f"starsd pull {quote(model)}", False))
+                export = f"starsd-export onnx {quote(model)} --precision {DEFAULT_PRECISION}"
                 problems.append(Problem(f"{model} has no bundle in {DEFAULT_PRECISION}", export, False))
                 return None, None
         manifest.read(folder, verify=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
+from shlex import quote
 from statistics import median
 
 import msgspec
@@ -142,7 +143,7 @@ def _reference(ref: ModelRef) -> Path:
     folder, model = ref.bundle("ort", "fp32"), ref.text
     if not (folder / manifest.FILE_NAME).is_file():
         raise UsageError(
-            f"{model} has no bundle in fp32 to compare with: run starsd-export onnx {model} --precision fp32"
+            f"{model} has no bundle in fp32 to compare with: run starsd-export onnx {quote(model)} --precision fp32"
         )
     return folder
 
@@ -158,7 +159,7 @@ def _open(ref: ModelRef, given: Path | None) -> tuple[Target, Path, str, str]:
         except DeviceError as error:
             why_not = str(error)
     if not (folder / manifest.FILE_NAME).is_file():
-        raise UsageError(f"{model} has no bundle in {DEFAULT_PRECISION}: run starsd-export onnx {model}")
+        raise UsageError(f"{model} has no bundle in {DEFAULT_PRECISION}: run starsd-export onnx {quote(model)}")
     return open_target("onnx", folder, Engine(provider="cpu")), folder, f"{platform.machine()}-cpu", why_not
 
 

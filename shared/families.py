@@ -14,12 +14,11 @@ import msgspec
 
 from starsd.shared.architecture import Architecture
 from starsd.shared.errors import ModelError, UnsupportedModelError
-from starsd.shared.manifest import ModelShape
+from starsd.shared.manifest import MAX_LAYERS, MAX_SIZE, ModelShape
 from starsd.shared.rope import Rope, read_layer_rope, read_rope
 
 Config = Mapping[str, Any]
 
-MAX_SIZE, MAX_LAYERS = 1 << 24, 1000  # beyond them a config is a mistake or worse, and would fill the memory
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
@@ -60,7 +59,7 @@ def read_architecture(config: Config) -> Architecture:
     activation = _activation(config)
     for name, families in _REFUSED.items():
         if config.get(name) and family not in families:
-            raise UnsupportedModelError(f"{family} with {name} {config[name]!r} is not supported, expected none")
+            raise UnsupportedModelError(f"{family} with {name} {_short(config[name])} is not supported, expected none")
     shape = _shape(config)
     rope = _rope(config, GLOBAL, shape.head_dim)
     general = Architecture(
@@ -85,12 +84,12 @@ def _llama(config: Config, general: Architecture) -> Architecture:
 
 def _mistral(config: Config, general: Architecture) -> Architecture:
     window = config.get("sliding_window")
-    return _windows(config, general, window, range(general.shape.layers if window else 0))
+    return _windows(config, general, window, range(0 if window is None else general.shape.layers))
 
 
 def _qwen2(config: Config, general: Architecture) -> Architecture:
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    first = _whole(config, "max_window_layers", 0) if window else general.shape.layers
+    first = general.shape.layers if window is None else _whole(config, "max_window_layers", 0)
     return replace(_windows(config, general, window, range(first, general.shape.layers)), qkv_bias=True)
 
 
@@ -139,7 +138,9 @@ def _completed(config: Config) -> Config:
     """The config with its family's defaults. Raises UnsupportedModelError for a family that is not known."""
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
-        raise UnsupportedModelError(f"model type {kind!r} is not supported, expected one of {', '.join(MODEL_TYPES)}")
+        raise UnsupportedModelError(
+            f"model type {kind!r:.80} is not supported, expected one of {', '.join(MODEL_TYPES)}"
+        )
     return {**_DEFAULTS[kind], **config}
 
 
@@ -161,7 +162,7 @@ def _shape(config: Config) -> ModelShape:
         raise ModelError(f"config has a size that is no number: {error}") from error
     for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "context"):
         if not 0 < (size := getattr(shape, name)) <= MAX_SIZE:
-            raise ModelError(f"config has a size out of range: {name} is {size}, expected 1 to {MAX_SIZE}")
+            raise ModelError(f"config has a size out of range: {name} is {_short(size)}, expected 1 to {MAX_SIZE}")
     if shape.layers > MAX_LAYERS:
         raise ModelError(f"config has {shape.layers} layers, expected 1 to {MAX_LAYERS}")
     if shape.heads % shape.kv_heads:
@@ -199,14 +200,14 @@ def _activation(config: Config) -> str:
     expected = "gelu_pytorch_tanh" if gemma else "silu"
     got = config.get("hidden_activation" if gemma else "hidden_act") or expected
     if got != expected:
-        raise UnsupportedModelError(f"activation {got!r} is not supported, expected {expected}")
+        raise UnsupportedModelError(f"activation {got!r:.80} is not supported, expected {expected}")
     return "gelu_tanh" if gemma else "silu"
 
 
 def _epsilon(config: Config) -> float:
     epsilon = config.get("rms_norm_eps", 1e-6)
     if not isinstance(epsilon, float | int) or not 0 <= epsilon < 1:
-        raise ModelError(f"config has rms_norm_eps {epsilon!r}, expected a small number")
+        raise ModelError(f"config has rms_norm_eps {_short(epsilon)}, expected a small number")
     return float(epsilon)
 
 

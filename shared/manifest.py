@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ FORMAT = 2
 FILE_NAME = "manifest.json"
 GRAPH_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "model.onnx", "model.onnx.data", "tokenizer.json"
 NEEDED_FILES = (GRAPH_FILE, WEIGHTS_FILE, TOKENIZER_FILE)
+MAX_SIZE, MAX_LAYERS = 1 << 24, 1000  # beyond them a size is a mistake or worse, and would fill the memory
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]{0,99}")
 
 
@@ -100,19 +102,24 @@ def entry(path: Path) -> FileEntry:
 
 
 def write(manifest: Manifest, folder: Path) -> None:
-    """Write it, once sure that `read` takes it. Raises BundleError for what JSON cannot hold, such as NaN."""
+    """Write it, once sure that `read` takes it. Raises BundleError for what it does not, or what JSON cannot hold, such
+    as NaN."""
     raw = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
     try:
         msgspec.json.decode(raw, type=Manifest)
     except msgspec.ValidationError as error:
         raise BundleError(f"a manifest cannot be written: {error}") from error
+    if complaint := _complaint(manifest):
+        raise BundleError(f"a manifest cannot be written: it has {complaint}")
     (folder / FILE_NAME).write_bytes(raw + b"\n")
 
 
 def find(text: str) -> Path | None:
     """A bundle's folder, given by itself or by the name that `starsd models list` shows: model/flavour-precision."""
+    if not text:
+        return None  # not the folder we happen to be in
     given, stored = Path(text).expanduser(), home() / "bundles" / text
-    return next((folder for folder in (given, stored) if (folder / FILE_NAME).is_file()), None)
+    return next((folder for folder in (given, stored) if os.path.isfile(folder / FILE_NAME)), None)
 
 
 def read(folder: Path, *, verify: bool = False) -> Manifest:
@@ -129,11 +136,13 @@ def read(folder: Path, *, verify: bool = False) -> Manifest:
         if found != FORMAT:
             raise OutdatedBundleError(f"{path} has format {found}, expected {FORMAT}: export the model again")
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         raise BundleError(f"{path} cannot be read: {error}") from error
     for what, value, known in (("flavour", manifest.flavour, FLAVOURS), ("precision", manifest.precision, PRECISIONS)):
         if value not in known:
             raise BundleError(f"{path} has {what} {value!r}, expected one of {', '.join(known)}")
+    if complaint := _complaint(manifest):
+        raise BundleError(f"{path} has {complaint}")
     if missing := [name for name in NEEDED_FILES if name not in manifest.files]:
         raise BundleError(f"{path} names no {', '.join(missing)}, expected every file of the bundle")
     if strange := [name for name in manifest.files if not _PLAIN_NAME.fullmatch(name)]:
@@ -147,3 +156,22 @@ def read(folder: Path, *, verify: bool = False) -> Manifest:
         if verify and file_sha256(file) != expected.sha256:
             raise BundleError(f"{file} is not what was exported: its SHA-256 differs from the manifest's")
     return manifest
+
+
+def _complaint(found: Manifest) -> str | None:
+    """What no bundle can have, and what is expected instead."""
+    shape, features = found.shape, found.features
+    sizes = {f"shape.{name}": getattr(shape, name) for name in shape.__struct_fields__ if name != "window"}
+    for name, size in {**sizes, "features.hidden": features.hidden}.items():
+        most = MAX_LAYERS if name == "shape.layers" else MAX_SIZE
+        if not 1 <= size <= most:
+            return f"{name} {size!r:.40}, expected 1 to {most}"
+    if not 0 <= shape.window <= MAX_SIZE:
+        return f"shape.window {shape.window!r:.40}, expected 0 to {MAX_SIZE}"
+    if shape.heads % shape.kv_heads:
+        return f"{shape.heads} heads for {shape.kv_heads} of K/V, expected a multiple of them"
+    if not set(features.taps) <= set(range(shape.layers)) or list(features.taps) != sorted(set(features.taps)):
+        return f"taps {list(features.taps)!r:.80}, expected ascending layers from 0 to {shape.layers - 1}"
+    if any(not 0 <= id < MAX_SIZE for id in found.eos):
+        return f"end tokens {list(found.eos)!r:.80}, expected ids from 0 to {MAX_SIZE - 1}"
+    return None

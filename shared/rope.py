@@ -3,9 +3,10 @@
 Formulas follow transformers' `modeling_rope_utils` (one function per `rope_type` there), which is what checkpoints are
 trained against: default, linear, dynamic (NTK), yarn (arXiv 2309.00071), longrope (arXiv 2402.13753), llama3.
 
-`dynamic` and `longrope` depend on how long the text is. An engine fixes that length once, when it opens: were it to
-follow the text, a row's keys would turn under later rows and logits would depend on what else is in the pass. Hence
-`tables(length)` is for a text of exactly `length` tokens, and equals transformers' forward over that many.
+`dynamic` and `longrope` depend on how long the text is. That length is fixed once, for a bundle at export as its
+context: were it to follow the text, a row's keys would turn under later rows and logits would depend on what else is in
+the pass. Hence `tables(length)` is for a text of exactly `length` tokens, and equals transformers' forward over that
+many.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Rope:
 
         `length` matters to `dynamic` and `longrope` only; 0 means within the trained context.
         """
-        return _FREQUENCIES[self.kind](self, length)
+        with np.errstate(all="ignore"):  # `read_rope` looks at what comes out
+            return _FREQUENCIES[self.kind](self, length)
 
     def tables(self, length: int) -> tuple[Floats, Floats]:
         """cos and sin of positions 0 … length - 1 times `attention_factor`, each of shape (length, head_dim / 2).
@@ -82,27 +84,34 @@ def read_rope(config: Mapping[str, Any], head_dim: int | None = None) -> Rope:
     unknown `rope_type` and ModelError for missing or impossible parameters.
     """
     try:
-        return _read_rope(config, head_dim or _head_dim(config))
+        rope = _read_rope(config, head_dim or _head_dim(config))
+        turning = [rope.inverse_frequencies(length) for length in (0, rope.context)]
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"rope parameters cannot be read: {error}") from error
+    if not np.isfinite([*turning, np.full_like(turning[0], rope.attention_factor)]).all():
+        raise ModelError(f"rope of type {rope.kind!r} has parameters that give no numbers to turn by")
+    return rope
 
 
 def read_layer_rope(config: Mapping[str, Any], head_dim: int, kind: str) -> Rope:
     """The rotary embedding of one kind of layers of a Gemma 3, `sliding_attention` or `full_attention`.
 
-    Newer configs have `rope_parameters` for each kind; in older ones `rope_theta` and `rope_scaling` are meant for the
-    global layers, `rope_local_base_freq` for the local ones. Raises what `read_rope` raises.
+    Newer configs have `rope_parameters` for each kind. `rope_scaling` goes on top of those of the global layers; where
+    they name no theta it is `rope_theta`, for local layers `rope_local_base_freq`. Raises what `read_rope` raises.
     """
-    parameters = config.get("rope_parameters")
-    if parameters is None:
-        local = kind == "sliding_attention"
-        raw = {} if local else dict(config.get("rope_scaling") or {})
-        theta = config.get("rope_local_base_freq" if local else "rope_theta")
-    elif isinstance(parameters, Mapping) and all(isinstance(value, Mapping) for value in parameters.values()):
-        raw, theta = dict(parameters.get(kind) or {}), None
-    else:
+    parameters = config.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping) or not all(isinstance(p, Mapping | None) for p in parameters.values()):
         raise ModelError("rope_parameters are not by kind of layer, expected sliding_attention and full_attention")
-    theta = raw.get("rope_theta") or theta or LAYER_THETAS[kind]
+    local = kind == "sliding_attention"
+    raw = dict(parameters.get(kind) or {})
+    if not local and (scaling := config.get("rope_scaling")):
+        if not isinstance(scaling, Mapping):
+            raise ModelError(f"rope_scaling is a {type(scaling).__name__}, expected an object")
+        if "rope_type" not in scaling and scaling.get("type", "default") != "default":
+            # releases of transformers differ in whether they go by it
+            raise UnsupportedModelError(f"rope_scaling has type {scaling['type']!r:.80}, expected it as rope_type")
+        raw |= scaling
+    theta = raw.get("rope_theta") or config.get("rope_local_base_freq" if local else "rope_theta") or LAYER_THETAS[kind]
     return read_rope({**config, "rope_scaling": None, "rope_parameters": {**raw, "rope_theta": theta}}, head_dim)
 
 
@@ -113,12 +122,12 @@ def _read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
     name = raw.get("rope_type") or raw.get("type") or "default"
     kind = _KIND_ALIASES.get(name, name)
     if kind not in KINDS:
-        raise UnsupportedModelError(f"rope type {name!r} is not supported, expected one of {', '.join(KINDS)}")
+        raise UnsupportedModelError(f"rope type {name!r:.80} is not supported, expected one of {', '.join(KINDS)}")
     if missing := [key for key in _REQUIRED.get(kind, ()) if raw.get(key) is None]:
         raise ModelError(f"rope type {kind!r} lacks {', '.join(missing)}")
     partial = raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported, expected 1.0")
+        raise UnsupportedModelError(f"partial_rotary_factor {partial!r:.80} is not supported, expected 1.0")
     if head_dim % 2:
         raise ModelError(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
     context = int(config.get("max_position_embeddings") or 2048)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,10 @@ from starsd.edge.bundle import ensure_bundle
 from starsd.shared import manifest
 from starsd.shared.config import DEFAULT_PRECISION
 from starsd.shared.errors import BundleError, MissingExtraError, ModelError, OutdatedBundleError, UsageError
+from starsd.shared.home import parse_ref
 from starsd.shared.manifest import FeatureSpec, Manifest, ModelShape
+
+TICK = 0.02  # seconds: further apart than the times that a file system keeps
 
 WRITE = """
 import sys; from pathlib import Path; sys.path.insert(0, {tests!r})
@@ -158,6 +163,93 @@ def test_a_bundle_of_another_version_is_exported_again(
     assert manifest.read(folder).format == manifest.FORMAT
     assert len(calls) == 1
     assert "has format 1, expected 2: export the model again, which begins now" in capfd.readouterr().err
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        (folder / name).write_text("{}")
+    time.sleep(TICK)
+    return folder
+
+
+def remake(model: Path) -> tuple[str, Path]:
+    """A script that exports as the exporter would, and where to."""
+    folder = parse_ref(str(model)).bundle("ort", "int8")
+    write = WRITE.format(tests=str(Path(__file__).parent), model=str(model), precision="int8")
+    return f"import shutil; shutil.rmtree({str(folder)!r})\n{write}", folder
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "b.safetensors"]
+)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_folder_that_changed_is_exported_again(
+    name: str,
+    kept: bool,
+    model_folder: Path,
+    starsd_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exporter: Callable[[str], list[list[str]]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Also when the new file keeps an old date, as `cp -p` and `mv` leave it."""
+    script, folder = remake(model_folder)
+    calls = exporter(script)
+    write_bundle(folder, "int8")
+    (model_folder / "notes.txt").write_text("of no interest")
+    assert ensure_bundle(str(model_folder), "int8") == folder
+    time.sleep(TICK)
+    (model_folder / name).write_text("[]")
+    if kept:
+        os.utime(model_folder / name, (10**9, 10**9))
+    with monkeypatch.context() as without:
+        without.setattr(bundle, "find_spec", lambda name: None)
+        with pytest.raises(
+            MissingExtraError, match=rf"m has only a bundle here that is older than its {name} and onnx "
+        ):
+            ensure_bundle(str(model_folder), "int8")
+    assert calls == []
+    capfd.readouterr()
+    for _ in range(2):
+        time.sleep(TICK)
+        assert ensure_bundle(str(model_folder), "int8") == folder
+    assert len(calls) == 1
+    told = f"{model_folder / name} is newer than its bundle: export the model again, which begins now\n"
+    assert capfd.readouterr().err == told
+
+
+def test_a_date_to_come_is_no_reason_to_export(
+    model_folder: Path, starsd_home: Path, exporter: Callable[[str], list[list[str]]]
+) -> None:
+    """Else every start would: no bundle is newer than a file of a clock that was wrong."""
+    script, folder = remake(model_folder)
+    calls = exporter(script)
+    later = time.time() + 1e6
+    os.utime(model_folder / "config.json", (later, later))
+    time.sleep(TICK)
+    write_bundle(folder, "int8")
+    assert ensure_bundle(str(model_folder), "int8") == folder
+    assert calls == []
+
+
+def test_a_link_to_another_file_counts_as_a_change(
+    model_folder: Path, starsd_home: Path, exporter: Callable[[str], list[list[str]]]
+) -> None:
+    script, folder = remake(model_folder)
+    calls = exporter(script)
+    (model_folder.parent / "blob").write_text("[]")  # as old as the model
+    time.sleep(TICK)
+    write_bundle(folder, "int8")
+    assert ensure_bundle(str(model_folder), "int8") == folder
+    assert calls == []
+    time.sleep(TICK)
+    (model_folder / "model.safetensors").unlink()
+    (model_folder / "model.safetensors").symlink_to(model_folder.parent / "blob")
+    ensure_bundle(str(model_folder), "int8")
+    assert len(calls) == 1
 
 
 def outdated(folder: Path) -> Path:

@@ -73,6 +73,15 @@ def test_divergence_and_agreement_by_hand() -> None:
     assert quality.kl == pytest.approx(divergence / 3, abs=1e-3)
 
 
+def test_logits_further_apart_than_float16_reaches() -> None:
+    """As of a model with weights of 1e30: what it rules out adds nothing to the divergence."""
+    sure: Any = Scripted(lambda text: [0.0, 1e30, -1e30])
+    answers = write_answers(sure, [[0, 1]], [])
+    quality = compare(answers, Scripted(lambda text: [0.0, 9.0, -1e30]))  # type: ignore[arg-type]
+    assert quality.top1 == 1
+    assert quality.kl == pytest.approx(np.log1p(np.exp(-9)), abs=1e-6)
+
+
 def test_a_model_agrees_with_itself(tmp_path: Path) -> None:
     bundle = export(write_folder(tmp_path / "m"), tmp_path / "b", "int8")
     runner = Runner(bundle, read(bundle).shape, 64)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_gguf import LAYERS, tiny_gguf
-from tiny_model import VOCAB, rewrite, write_folder
+from tiny_model import VOCAB, export, rewrite, write_folder
 
 from starsd.export import gguf
 from starsd.export.checkpoint import EMBEDDING, Checkpoint
+from starsd.export.rotate import RotatedCheckpoint
 from starsd.shared.errors import ModelError, UnsupportedModelError
+from starsd.shared.manifest import WEIGHTS_FILE
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +110,65 @@ def test_blocks_come_with_a_gguf(source: Path, tmp_path: Path) -> None:
     assert len(checkpoint.blocks) == 1 + 7 * LAYERS
     for name, held in checkpoint.blocks.items():
         np.testing.assert_array_equal(held.dequantise(), checkpoint.tensor(name))
+
+
+def test_blocks_of_another_model_are_not_taken(source: Path, tmp_path: Path) -> None:
+    """A copied folder that was trained further, or that was given a foreign file, keeps the old `source.gguf`."""
+    gguf.convert(tiny_gguf(tmp_path / "source.gguf"), tmp_path)
+    query, embedding = "model.layers.0.self_attn.q_proj.weight", Checkpoint(tmp_path).stored(EMBEDDING)
+    trained = torch.from_numpy(np.array(embedding))
+    trained[3, 5] += 0.01
+    folder = rewrite(tmp_path, tmp_path / "trained", {}, {EMBEDDING: trained, query: torch.ones(64, 64)})
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.blocks.get(EMBEDDING) is checkpoint.blocks.get(query) is None
+    assert query not in checkpoint.blocks
+    assert len(checkpoint.blocks) == 7 * LAYERS - 1
+    rotated = RotatedCheckpoint(folder)
+    assert not rotated.blocks
+    tiny_gguf(folder / "source.gguf", architecture="qwen3", layers=7)  # heads of another width, and more layers
+    assert list(Checkpoint(folder).blocks) == []
+    (folder / "source.gguf").write_bytes(b"no GGUF")
+    assert not Checkpoint(folder).blocks
+
+
+@pytest.mark.parametrize(
+    "form", [("ort", "fp32"), ("ort", "fp16"), ("ort", "int8"), ("ort", "int4"), ("portable", "int4")]
+)
+def test_a_stale_gguf_changes_no_bundle(form: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    gguf.convert(tiny_gguf(tmp_path / "source.gguf"), tmp_path / "a")
+    weights = load_file(tmp_path / "a" / "model.safetensors")
+    matrices = {name: weight.roll(1, 0).contiguous() for name, weight in weights.items() if weight.ndim == 2}
+    trained = rewrite(tmp_path / "a", tmp_path / "trained", {}, matrices)
+    flavour, precision = form
+    made = []
+    for stale in (False, True):
+        if stale:
+            shutil.copyfile(tmp_path / "source.gguf", trained / "source.gguf")
+        bundle = export(trained, tmp_path / f"stale-{stale}", precision, flavour=flavour, taps=(0,))
+        made.append((bundle / WEIGHTS_FILE).read_bytes())
+    assert made[0] == made[1]
+
+
+def test_values_that_are_no_numbers(source: Path, tmp_path: Path) -> None:
+    """In every type that is read, and in scales; a value that float16 does not hold is told from them."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    for number, value in enumerate((math.nan, math.inf, -math.inf)):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            weight = torch.ones(64, 32, dtype=dtype)
+            weight[63, 31] = value
+            copy = rewrite(source, tmp_path / f"{number}-{dtype}", {}, {name: weight})
+            with pytest.raises(
+                ModelError, match=rf"^tensor {name} holds values that are not finite, expected numbers$"
+            ):
+                Checkpoint(copy).stored(name)
+            for precision in ("fp32", "int4"):
+                with pytest.raises(ModelError, match=rf"^tensor {name} holds values that are not finite"):
+                    export(copy, tmp_path / "b", precision)
+    large = rewrite(source, tmp_path / "large", {}, {name: torch.full((64, 32), 1e30)})
+    export(large, tmp_path / "b", "fp32")
+    with pytest.raises(ModelError, match=r"^constant \S+ holds .* not finite, float16 reaches 65504: expected another"):
+        export(large, tmp_path / "c", "fp16")
 
 
 def test_files_that_are_not_whole(source: Path, tmp_path: Path) -> None:

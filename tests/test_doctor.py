@@ -157,6 +157,9 @@ def test_a_model_may_be_asked_for(starsd_home: Path, monkeypatch: pytest.MonkeyP
     assert (broken, "is not what was exported: its SHA-256 differs" in problem) == (True, True)
     [(problem, _, broken)] = problems("nonsense")
     assert (broken, problem.startswith("model 'nonsense' is unknown, expected one of")) == (True, True)
+    gguf = starsd_home / "a model.gguf"
+    gguf.write_bytes(b"GGUF")
+    assert problems(str(gguf))[0] == (f"{gguf} is not on this machine", f"starsd pull '{gguf}'", False)
     [(problem, _, broken)] = problems("")
     assert (broken, problem.startswith("model '' is unknown, expected one of")) == (True, True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,32 @@ def test_what_is_left_out_is_what_transformers_takes(family: str) -> None:
     ropes = theirs.rope_parameters
     by_kind = [ropes[kind] for kind in ("full_attention", LOCAL)] if "full_attention" in ropes else [ropes, ropes]
     assert [ours.rope.theta, ours.local_rope.theta] == [rope["rope_theta"] for rope in by_kind]
+
+
+_EIGHTH = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"rope_theta": 500.0, "rope_local_base_freq": 77.0, "rope_scaling": _EIGHTH},
+        {
+            "rope_theta": 500.0,
+            "rope_local_base_freq": 77.0,
+            "rope_parameters": {"full_attention": _EIGHTH, LOCAL: {"rope_type": "default"}},
+        },
+        {
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "rope_parameters": {"full_attention": {**_EIGHTH, "rope_theta": 1e5}, LOCAL: {"rope_type": "default"}},
+        },
+    ],
+)
+def test_ropes_of_gemma_3_are_those_that_transformers_takes(more: dict[str, Any]) -> None:
+    theirs = CONFIG_MAPPING["gemma3_text"](**SIZES, **INNER, **copy.deepcopy(more)).rope_parameters
+    ours = read_architecture(config("gemma3_text", **more))
+    for rope, kind in ((ours.rope, "full_attention"), (ours.local_rope, LOCAL)):
+        expected = theirs[kind]["rope_type"], theirs[kind]["rope_theta"], theirs[kind].get("factor", 1.0)
+        assert (rope.kind, rope.theta, rope.factor) == expected
 
 
 @pytest.mark.parametrize(
@@ -105,6 +132,8 @@ def test_what_is_not_supported(family: str, more: dict[str, Any], message: str) 
     [
         ("qwen3", {"num_attention_heads": 6}, "^config has 6 heads for 32 of K/V, expected a multiple of them$"),
         ("gemma2", {"sliding_window": None}, "^config has sliding_window None, expected 1 to 16777216$"),
+        ("mistral", {"sliding_window": 0}, "^config has sliding_window 0, expected 1 to 16777216$"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 0}, "^config has sliding_window 0, expected 1 to "),
         ("mistral", {"sliding_window": -4}, "^config has sliding_window -4, expected 1 to 16777216$"),
         ("gemma2", {"query_pre_attn_scalar": "x"}, "^config has query_pre_attn_scalar 'x', expected 1 to 16777216$"),
         ("gemma2", {"final_logit_softcapping": -1.0}, "^config has final_logit_softcapping -1.0, expected a number ab"),

@@ -10,11 +10,13 @@ from safetensors.numpy import load_file
 from tiny_gguf import FEED_FORWARD, GEMMA_TOKENS, HIDDEN, LAYERS, TOKENS, WINDOW, tiny_gguf
 from tokenizers import Tokenizer
 
+from starsd.export.bundle import Options, export_onnx
 from starsd.export.checkpoint import Checkpoint
 from starsd.export.gguf import convert, read_blocks
 from starsd.export.gguf_config import _llama3_scaling, config_from
 from starsd.export.gguf_file import open_gguf
 from starsd.export.gguf_tokenizer import tokenizer_from
+from starsd.shared import manifest
 from starsd.shared.errors import ModelError, UnsupportedModelError
 from starsd.shared.families import GLOBAL, LOCAL
 
@@ -148,6 +150,15 @@ def test_every_family_is_exported(tmp_path: Path, architecture: str) -> None:
         np.testing.assert_array_equal(held.dequantise(), checkpoint.tensor(name))
 
 
+def test_a_file_is_exported_by_its_path(starsd_home: Path, tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf")
+    report = export_onnx(str(path), Options(precision="int4", check=False))
+    found = manifest.read(Path(report.bundle))
+    assert Path(report.bundle) == starsd_home / "bundles" / found.name / "ort-int4"
+    assert (found.source, found.shape.hidden) == (str(path), HIDDEN)
+    assert (Path(report.bundle) / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
 def test_gemma_norms_are_stored_with_one_more(tmp_path: Path) -> None:
     folder = converted(tmp_path / "tiny.gguf", architecture="gemma3", kind="F32")
     file, weights = open_gguf(tmp_path / "tiny.gguf"), load_file(folder / "model.safetensors")
@@ -205,6 +216,8 @@ def test_what_metadata_mean(
             {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0},
             "has rope scaling 'yarn', expected none, linear or llama3",
         ),
+        ("llama", {"llama.attention.causal": False}, "has attention.causal False, expected True"),
+        ("qwen3", {"qwen3.rope.scaling.attn_factor": 0.5}, "has rope.scaling.attn_factor 0.5, expected 1.0"),
     ],
 )
 def test_options_that_are_not_taken_over(
@@ -213,6 +226,54 @@ def test_options_that_are_not_taken_over(
     path = tiny_gguf(tmp_path / "tiny.gguf", architecture=architecture, metadata=metadata)
     with pytest.raises(UnsupportedModelError, match=re.escape(message) + "$"):
         convert(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"llama.rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scaling.factor": 0.0, "llama.rope.scale_linear": 4.0}, None),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
+        ({"llama.rope.scaling.type": "linear"}, None),
+        ({"llama.rope.scaling.attn_factor": 1.0, "llama.attention.causal": True}, None),
+    ],
+)
+def test_a_factor_without_a_type_scales_linearly(
+    metadata: dict[str, Any], expected: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """As llama.cpp does."""
+    assert config_from(open_gguf(tiny_gguf(tmp_path / "tiny.gguf", metadata=metadata)))["rope_scaling"] == expected
+
+
+def test_gemma_2_has_its_caps_though_the_file_names_none(tmp_path: Path) -> None:
+    config = config_from(open_gguf(tiny_gguf(tmp_path / "tiny.gguf", architecture="gemma2", caps=False)))
+    assert (config["attn_logit_softcapping"], config["final_logit_softcapping"]) == (50.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", ["llama"], "has architecture ['llama'], expected one of llama"),
+        ("llama.rope.freq_base", "much", "rope.freq_base is 'much', expected a number above 0"),
+        ("llama.rope.scaling.factor", float("nan"), "rope.scaling.factor is nan, expected a number above 0"),
+        ("llama.attention.layer_norm_rms_epsilon", [1], "layer_norm_rms_epsilon is [1], expected a number above 0"),
+        ("tokenizer.ggml.pre", ["smollm"], "GGUF pre-tokenizer ['smollm'] is not supported"),
+        ("tokenizer.ggml.tokens", [1, 2], "has tokenizer.ggml.tokens [1, 2], expected a list of texts"),
+        ("tokenizer.ggml.merges", "h e", "has tokenizer.ggml.merges 'h e', expected a list of texts"),
+        ("tokenizer.ggml.token_type", ["a"], "has tokenizer.ggml.token_type ['a'], expected a list of numbers"),
+        ("tokenizer.ggml.eos_token_id", "</s>", "GGUF names token '</s>', expected 0 to"),
+        ("tokenizer.chat_template", [1], "has a chat template of type list, expected text"),
+    ],
+)
+def test_metadata_of_other_types_are_told(
+    key: str, value: object, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = open_gguf(tiny_gguf(tmp_path / "tiny.gguf"))
+    file.metadata[key] = value
+    monkeypatch.setattr("starsd.export.gguf.open_gguf", lambda path: file)
+    with pytest.raises(ModelError, match=re.escape(message)):
+        convert(tmp_path / "tiny.gguf", tmp_path)
 
 
 def test_tensors_of_another_family_are_refused(tmp_path: Path) -> None:

@@ -81,6 +81,27 @@ def test_without_an_index_groups_follow_one_another(tmp_path: Path) -> None:
     np.testing.assert_array_equal(packed.dequantise(), layer.weight)
 
 
+def test_a_shuffled_layer_needs_its_index(tmp_path: Path) -> None:
+    """Nothing else tells which group an input is of; with one group for all there is nothing to tell."""
+    for group, refused in ((32, True), (-1, False)):
+        layer = pack(8, 64, group=group)
+        tensors = {f"up.{part}": tensor for part, tensor in layer.tensors.items() if part != "g_idx"}
+        if refused:
+            with pytest.raises(ModelError, match=r"^layer up lacks g_idx, expected it with desc_act$"):
+                layers(tmp_path, tensors, config("gptq", 4, group, desc_act=True))
+        else:
+            got = layers(tmp_path, tensors, config("gptq", 4, group, desc_act=True))
+            np.testing.assert_array_equal(got["up.weight"].dequantise(), layer.weight)
+
+
+def test_scales_that_are_no_numbers(tmp_path: Path) -> None:
+    tensors = {f"up.{part}": tensor for part, tensor in pack(8, 64).tensors.items()}
+    tensors["up.scales"][1, 3] = np.nan
+    got = layers(tmp_path, tensors, config("gptq"))
+    with pytest.raises(ModelError, match=r"^tensor up.scales holds values that are not finite, expected numbers$"):
+        got["up.weight"]
+
+
 def test_a_checkpoint_without_packed_layers_has_none(tmp_path: Path) -> None:
     assert not layers(tmp_path, {"up.weight": np.ones((2, 2))}, {"quantization_config": None})
 
@@ -178,6 +199,10 @@ def test_other_engines_go_on_refusing(source: Path, tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 8}, "awq of 8 bits is not supported, expected 4"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 24}, "gptq groups of 24 are not supported, expected a mult"),
         ({"quant_method": "gptq", "bits": 4, "group_size": None}, "gptq groups of None are not supported, expected a"),
+        ("gptq", "quantization_config 'gptq' is not supported, expected an object"),
+        (["gptq"], "quantization_config ['gptq'] is not supported, expected an object"),
+        ({"quant_method": "gptq", "bits": 4.0}, "gptq of 4.0 bits is not supported, expected 2, 4, 8"),
+        ({"quant_method": "awq", "bits": [4]}, "awq of [4] bits is not supported, expected 4"),
         (
             {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
             "gptq format 'marlin' is not supported, expected gptq or gptq_v2",
@@ -192,7 +217,7 @@ def test_other_engines_go_on_refusing(source: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_supported(options: dict[str, Any], message: str) -> None:
+def test_what_is_not_supported(options: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match="^" + re.escape(message)):
         read_scheme({"quantization_config": options})
 
@@ -240,6 +265,11 @@ def test_what_is_not_supported(options: dict[str, Any], message: str) -> None:
             lambda t: [t.update({name.replace("up", "a.weight"): t.pop(name)}) for name in list(t) if "qw" in name],
             ModelError,
             "layer a.weight lacks qzeros, scales, expected qweight, qzeros, scales",
+        ),
+        (
+            lambda t: t.update({"up.weight": np.ones((24, 64), np.float32)}),
+            ModelError,
+            "layer up has both weight and qweight, expected one of them",
         ),
         (
             lambda t: t.update({"up.weight": t.pop("up.qweight")}),

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from tiny_gguf import tiny_gguf
 
-from starsd.export import download, hub_source, pip_source, pull
+from starsd.export import download, hub_source, pip_source, pull, store
+from starsd.export.checkpoint import Checkpoint
 from starsd.export.download import PinnedFile, UnreachableError
 from starsd.shared.console import no_progress
 from starsd.shared.errors import (
@@ -345,6 +346,53 @@ def test_local_folders_are_used_in_place(tmp_path: Path) -> None:
         pull.pull(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert pull.pull(str(tmp_path)) == tmp_path
+
+
+def test_a_gguf_is_converted_once_and_whole(starsd_home: Path, tmp_path: Path) -> None:
+    file = tiny_gguf(tmp_path / "A tiny: Qwen2.5 .gguf", architecture="qwen2")
+    folder = pull.pull(str(file))
+    assert re.fullmatch(r"A-tiny-Qwen2.5-[0-9a-f]{8}", folder.name)
+    assert folder.parent == starsd_home / "models"
+    assert (folder / "source.gguf").read_bytes() == file.read_bytes()
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+    receipt = json.loads((folder / "starsd.json").read_text())
+    assert (receipt["source"], receipt["version"]) == (str(file), hashlib.sha256(file.read_bytes()).hexdigest())
+    assert Checkpoint(folder).shape.hidden == 64
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert pull.pull(str(file)) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    (folder / "config.json").unlink()
+    assert pull.is_whole(pull.pull(str(file)))
+
+
+def test_a_gguf_that_was_replaced_is_another_model(starsd_home: Path, tmp_path: Path) -> None:
+    file = tiny_gguf(tmp_path / "tiny.gguf")
+    first = pull.pull(str(file))
+    tiny_gguf(file, architecture="qwen2")
+    assert pull.pull(str(file)) != first
+    assert [row.name.rpartition("-")[0] for row in store.stored()] == ["tiny", "tiny"]
+
+
+def test_a_gguf_that_cannot_be_taken_leaves_nothing(
+    starsd_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(tiny_gguf(tmp_path / "tiny.gguf").read_bytes()[:-64])
+    with pytest.raises(ModelError, match=rf"^{file} has \d+ bytes, expected at least \d+ for tensor .*: truncated$"):
+        pull.pull(str(file))
+    part = tiny_gguf(tmp_path / "part.gguf", metadata={"split.count": 3})
+    with pytest.raises(UnsupportedModelError, match=rf"^{part} is one of 3 parts, expected a whole GGUF: merge them"):
+        pull.pull(str(part))
+    monkeypatch.setenv("STARSD_QUOTA_GB", "0.0001")
+    with pytest.raises(StorageError, match=r"the quota is 100\.0 kB"):
+        pull.pull(str(tmp_path / "tiny.gguf"))
+    assert left(starsd_home) == []
+
+
+@pytest.mark.parametrize("text", ["", "nothing.gguf", "x" * 5000])
+def test_what_is_no_model(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^model '.* is unknown, expected one of .* an existing folder or GGUF file$"):
+        pull.pull(text)
 
 
 class Sibling:

@@ -26,6 +26,9 @@ VARIED = {
 }
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
 def llama_config(parameters: dict[str, object]) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_parameters=dict(parameters)
@@ -90,6 +93,15 @@ def test_base_is_ten_thousand_when_absent_and_head_dim_can_be_given() -> None:
             ModelError,
             "short_factor has 1 values, expected head_dim / 2 = 8",
         ),
+        ({"rope_scaling": {**YARN, "beta_fast": -1.0}}, ModelError, "^rope parameters cannot be read: math domain"),
+        ({"rope_scaling": {**YARN, "beta_slow": float("nan")}}, ModelError, "^rope parameters cannot be read: cannot"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": -1}}, ModelError, "^rope parameters cannot be"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, ModelError, "^rope parameters cannot be read: .*division by zero"),
+        (
+            {"rope_scaling": {**YARN, "attention_factor": float("nan")}},
+            ModelError,
+            "^rope of type 'yarn' has parameters that give no numbers to turn by$",
+        ),
     ],
 )
 def test_refusals(changes: dict[str, object], error: type[Exception], message: str) -> None:
@@ -105,7 +117,8 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
     [
         ({}, (("default", 10_000.0), ("default", 1_000_000.0))),
         ({"rope_theta": 5e5, "rope_local_base_freq": 99.0}, (("default", 99.0), ("default", 5e5))),
-        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, (("default", 10_000.0), ("linear", 1_000_000.0))),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, (("default", 10_000.0), ("linear", 1_000_000.0))),
+        ({"rope_parameters": {LOCAL: None}}, (("default", 10_000.0), ("default", 1_000_000.0))),
         ({"rope_parameters": {LOCAL: {"rope_theta": 7.0}}}, (("default", 7.0), ("default", 1_000_000.0))),
         (
             {"rope_theta": 3.0, "rope_parameters": {GLOBAL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}}},
@@ -119,7 +132,14 @@ def test_local_and_global_layers(config: dict[str, object], expected: tuple[tupl
     assert {rope.head_dim for rope in ropes} == {16}
 
 
-@pytest.mark.parametrize("parameters", [{"rope_theta": 9.0}, {LOCAL: None}, [1]])
+def test_a_scaling_of_global_layers_says_its_kind_as_transformers_reads_it() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^rope_scaling has type 'linear', expected it as rope_type$"):
+        read_layer_rope({"rope_scaling": {"type": "linear", "factor": 8.0}}, 16, GLOBAL)
+    with pytest.raises(ModelError, match=r"^rope_scaling is a list, expected an object$"):
+        read_layer_rope({"rope_scaling": ["linear"]}, 16, GLOBAL)
+
+
+@pytest.mark.parametrize("parameters", [{"rope_theta": 9.0}, [1]])
 def test_parameters_that_are_not_by_kind_of_layer(parameters: object) -> None:
     with pytest.raises(ModelError, match=r"^rope_parameters are not by kind of layer, expected sliding_attention and"):
         read_layer_rope({"rope_parameters": parameters}, 16, GLOBAL)

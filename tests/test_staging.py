@@ -53,6 +53,16 @@ def test_replaces_where_the_file_system_cannot_exchange(tmp_path: Path, monkeypa
     test_appears_when_done_and_replaces_what_was_there(tmp_path)
 
 
+def test_names_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
+    for name in ("a" * 255, "ü" * 127):
+        with staged(tmp_path / name) as folder:
+            (folder / "file").write_text("1")
+        assert names(tmp_path / name) == ["file"]
+    with pytest.raises(StorageError, match=r"file name too long: choose a shorter name or point STARSD_HOME"):
+        staged(tmp_path / ("a" * 256)).__enter__()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_goes_to_where_a_link_points(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "one").symlink_to(tmp_path / "disk" / "one")
@@ -66,6 +76,7 @@ def test_goes_to_where_a_link_points(tmp_path: Path) -> None:
     [
         (errno.ENOSPC, "no space left on device, 5 bytes needed: free some space"),
         (errno.EDQUOT, "disk quota exceeded, 5 bytes needed: free some space"),
+        (errno.EFBIG, r"file too large, 5 bytes needed: allow larger files \(ulimit -f\)"),
         (errno.EROFS, "read-only file system, 5 bytes needed: make it writable"),
         (errno.EACCES, "permission denied, 5 bytes needed: make it writable"),
     ],

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from starsd.edge.template import ChatTemplate
 from starsd.edge.text import Text
 from starsd.shared.errors import ModelError, UsageError
+from starsd.shared.template import ChatTemplate
 
 SPECIAL = ["<s>", "</s>", "<|role|>", "<|end|>"]
 CHAT = [
@@ -166,6 +166,11 @@ def test_template_errors_are_one_line_of_ours(template: str, error: type[Excepti
 def test_messages_must_be_plain_data() -> None:
     with pytest.raises(UsageError, match="messages hold a bytes, expected JSON values"):
         ChatTemplate("x").render([{"role": "user", "content": b"raw"}])
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ModelError, match="chat template asks for more than there is: RecursionError"):
+        ChatTemplate("x").render([{"role": "user", "content": deep}])
 
 
 @pytest.mark.parametrize(
@@ -173,6 +178,7 @@ def test_messages_must_be_plain_data() -> None:
     [
         ("tokenizer.json", "{", r"tokenizer\.json cannot be read"),
         ("tokenizer_config.json", "[]", r"tokenizer_config\.json cannot be read"),
+        ("tokenizer_config.json", '{"a":' * 100_000, r"tokenizer_config\.json cannot be read"),
         ("tokenizer_config.json", {"chat_template": 3}, "chat_template is a int, expected a string or a list"),
         ("tokenizer_config.json", {"chat_template": ["x"]}, "chat_template is a list, expected objects with name"),
         ("generation_config.json", {"eos_token_id": "x"}, "has eos_token_id x, expected an integer or a list"),

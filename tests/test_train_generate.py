@@ -191,7 +191,7 @@ def test_memory_bounds_how_many_are_written_at_a_time(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages[0].content", "cannot be read"),
+        ("{{ messages[0].content", "chat template has a syntax error in line 1"),
         ("no messages at all", "shows a message 0 times, expected once"),
         (TEMPLATE + "{{ messages[0].content }}", "shows a message 2 times, expected once"),
         (None, "has no chat template, expected one to write chats: give --data instead"),

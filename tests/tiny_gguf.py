@@ -30,10 +30,12 @@ def tiny_gguf(
     metadata: dict[str, Any] | None = None,
     layers: int = LAYERS,
     tied: bool = True,
+    caps: bool = True,
 ) -> Path:
     """Write `path`; matrices are of type `kind`, the embedding Q8_0, norms F32. `metadata` overrides strings.
 
-    With k-quants, hidden and inner width are `WIDE`. Gemma's have a window of `WINDOW` and norms around two.
+    With k-quants, hidden and inner width are `WIDE`. Gemma's have a window of `WINDOW` and norms around two; without
+    `caps` those of Gemma 2 are not named.
     """
     gemma = architecture.startswith("gemma")
     hidden, inner = (WIDE, WIDE) if kind.endswith("_K") else (HIDDEN, FEED_FORWARD)
@@ -56,7 +58,7 @@ def tiny_gguf(
         _gemma_tokenizer(writer, metadata or {})
     else:
         _byte_level_tokenizer(writer, {"tokenizer.ggml.pre": "smollm"} | (metadata or {}))
-    if architecture == "gemma2":
+    if architecture == "gemma2" and caps:
         writer.add_attn_logit_softcapping(50.0)
         writer.add_final_logit_softcapping(30.0)
     tensors = _Tensors(writer, kind, around=2.0 if gemma else 1.0)
@@ -148,5 +150,6 @@ def _gemma_tokenizer(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Of the type that the value has in Python."""
-    add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    add: dict[type, Any] = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32}
+    add |= {float: writer.add_float32, list: writer.add_array}
     add[type(value)](key, value)

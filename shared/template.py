@@ -3,7 +3,7 @@
 The environment offers what templates in the wild rely on (documented by Hugging Face under "Chat templates"): the
 variables `messages`, `tools`, `documents`, `add_generation_prompt` and the special tokens; the functions
 `raise_exception` and `strftime_now`; the filter `tojson` without HTML escapes; `break` and `continue`; and the block
-`generation`, which marks trained text and prints its body.
+`generation`, which marks trained text and prints its body. Devices and exports render by it alike.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from starsd.shared.errors import MissingExtraError, ModelError, UsageError
 
-from starsd.shared.errors import ModelError, UsageError
+try:
+    from jinja2 import TemplateError, TemplateSyntaxError, nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, LoopControlExtension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+except ImportError as error:
+    raise MissingExtraError("jinja2", "edge") from error
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+FILE_NAME = "chat_template.jinja"
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -52,8 +60,8 @@ class ChatTemplate:
         """
         given = {**self._special_tokens, "documents": None, **variables}
         given |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        plain: dict[str, Any] = {name: _plain(value, name) for name, value in given.items()}
         try:
+            plain: dict[str, Any] = {name: _plain(value, name) for name, value in given.items()}
             return self._template.render(plain)
         except _Refused as error:
             raise UsageError(f"chat template refuses these messages: {error.message}") from error
@@ -63,6 +71,43 @@ class ChatTemplate:
             raise ModelError(f"chat template asks for more than there is: {type(error).__name__}") from error
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UsageError(f"chat template cannot render these messages: {error}") from error
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a Hugging Face folder by name: from `config`, its tokenizer_config.json, overridden by
+    `.jinja` files. Raises ModelError for what is no text."""
+    templates: dict[str, str] = {}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        templates[DEFAULT] = given
+    elif isinstance(given, list):
+        try:
+            templates |= {str(entry["name"]): str(entry["template"]) for entry in given}
+        except (KeyError, TypeError) as error:
+            raise ModelError("chat_template is a list, expected objects with name and template in it") from error
+    elif given is not None:
+        raise ModelError(f"chat_template is a {type(given).__name__}, expected a string or a list of named templates")
+    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (file := folder / FILE_NAME).is_file():
+        files[DEFAULT] = file
+    return templates | {name: _text(file) for name, file in files.items()}
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The `*_token` entries of a tokenizer_config.json, each a string or an object with `content`, as text."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{file} is not UTF-8, expected a chat template: {error}") from error
 
 
 class _Refused(TemplateError):
