@@ -6,6 +6,7 @@ The last line on stdout is a JSON object; `identical` says that every token of e
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +57,10 @@ def demo(
         server=server,
         head=head,
     )
+    if asked.needs_server and not asked.server:
+        for module in ("torch", "zmq", "websockets"):  # before anything is recorded for nothing
+            if find_spec(module) is None:
+                raise MissingExtraError(module, "server")
     with ended_by_signals():
         try:
             rows, summary = run(asked, picture=picture)

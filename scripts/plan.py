@@ -9,6 +9,7 @@ star (`starsd bench star`) may do better, and nobody does worse than alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,6 +98,6 @@ def command(
             emit(row)
         else:
             speed = f"{row['system_tok_s']:10.1f} tok/s together  {row['vs_plain']:.2f} x plain each"
-            print(f"{row['n']:5} devices{speed}  drafter idle {row['drafter_idle']:.0%}")
+            print(f"{row['n']:5} at a time{speed}  drafter idle {row['drafter_idle']:.0%}")
     if not as_json and helped["drafter_idle"] < 1:
-        print(f"the drafter is never idle from {1 / (1 - helped['drafter_idle']):.1f} devices on")
+        print(f"the drafter is never idle from {math.ceil(1 / (1 - helped['drafter_idle']))} on")
