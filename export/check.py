@@ -104,7 +104,7 @@ def write_answers(
     runner: Runner, prompts: Sequence[Sequence[int]], eos: Sequence[int], progress: Progress = no_progress
 ) -> list[Answer]:
     """The runner's greedy answers."""
-    answers = []
+    answers, most = [], len(prompts) * ANSWER_TOKENS
     for number, prompt in enumerate(prompts):
         tokens = list(prompt)
         chosen_by: list[NDArray[np.float16]] = []
@@ -117,9 +117,10 @@ def write_answers(
             chosen_by.append(np.maximum(_log_softmax(logits), _LEAST).astype(np.float16))
             unread = [int(logits.argmax())]
             tokens += unread
-            progress(_ANSWERING, number * ANSWER_TOKENS + len(chosen_by), len(prompts) * ANSWER_TOKENS)
+            if (done := number * ANSWER_TOKENS + len(chosen_by)) < most:  # the end is said below
+                progress(_ANSWERING, done, most)
         answers.append(Answer(tokens, len(prompt), np.stack(chosen_by)))
-    progress(_ANSWERING, len(prompts) * ANSWER_TOKENS, len(prompts) * ANSWER_TOKENS)
+    progress(_ANSWERING, most, most)
     return answers
 
 
