@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from starsd.edge.answer import Outcome, drafted, printable
+from starsd.edge.link_news import LinkNews
 from starsd.edge.session import Session
 from starsd.shared.config import Limits, Sampling
 from starsd.shared.errors import UsageError
+
+if TYPE_CHECKING:
+    from starsd.edge.link import Link
 
 COMMANDS = {
     "/reset": "begin a new conversation",
@@ -32,12 +37,15 @@ class ChatTerminal:
         system: str | None = None,
         console: Console | None = None,
         ask: Callable[[str], str] | None = None,
+        link: Link | None = None,
     ) -> None:
+        """With a `link`, the user hears when its server goes away and when it is back."""
         self.session = session
         self.sampling = sampling
         self.limits = limits
         self.console = console or Console(highlight=False, emoji=False, markup=False)
         self._ask = ask or _ask
+        self._news = LinkNews(link, self._note) if link is not None else None
         self._begin(system)
 
     def run(self) -> None:
@@ -99,6 +107,8 @@ class ChatTerminal:
         except UsageError as error:
             self._note(str(error))
             return
+        if self._news is not None:
+            self._news.look()
         if said:
             self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 

@@ -171,7 +171,7 @@ def chat(
     drafting = _drafting(policy, server, codec, token_file, trust, share_noise)
     engine = Engine(threads=threads, max_context=max_context, provider=provider)
     with _open(model, precision, engine, drafting, telemetry) as runtime:
-        ChatTerminal(runtime.session(), sampling, limits, system=system).run()
+        ChatTerminal(runtime.session(), sampling, limits, system=system, link=runtime.link).run()
 
 
 @app.command()

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 from tiny_session import EOS, ToyTarget, outcome_of, write_text_files
 
-from starsd.edge import runtime
+from starsd.edge import link_news, runtime
 from starsd.edge.answer import Outcome
 from starsd.edge.chat_terminal import ChatTerminal
 from starsd.edge.cli import main
@@ -236,6 +237,13 @@ def test_a_conversation_is_remembered_and_read_once(text: Text) -> None:
     assert len(toy.read) == 2
     assert toy.read[0] + toy.read[1] < len(both)  # the first answer was not read again, at most its end
     assert toy.rows[: len(both)] == both
+
+
+def test_a_server_that_goes_away_is_told_once(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_news, "AWAY_SECONDS", -1.0)
+    link = SimpleNamespace(url="ws://drafter.example:1", connected=False, channel=SimpleNamespace(notice=""))
+    _, screen = talk(Session(ToyTarget(), text), "x", "y", link=link)
+    assert screen.count("server at ws://drafter.example:1 is away; answers go on without it") == 1
 
 
 def test_commands(text: Text) -> None:
