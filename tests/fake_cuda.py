@@ -25,6 +25,7 @@ class FakeCuda:
         self.capability, self.memory = capability, memory
         self.blocks: dict[int, NDArray[np.uint8]] = {}  # by address
         self.pinned: dict[int, NDArray[np.uint8]] = {}
+        self._released: list[NDArray[np.uint8]] = []  # kept, so that no address comes twice: which do is chance
         self.streams: dict[int, list[Work]] = {}
         self.graphs: dict[int, list[Work]] = {}
         self.capturing: dict[int, list[Work]] = {}
@@ -40,7 +41,7 @@ class FakeCuda:
         return self._keep(self.blocks, np.zeros(size, np.uint8))
 
     def release(self, address: int) -> None:
-        del self.blocks[address]
+        self._released.append(self.blocks.pop(address))
 
     def allocate_pinned(self, size: int) -> int:
         return self._keep(self.pinned, np.zeros(size, np.uint8))
