@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -18,6 +19,7 @@ from starsd.scripts.virtual_clock import VirtualClock
 from starsd.scripts.virtual_edge import SETTLE_SECONDS, Star, VirtualEdge
 from starsd.scripts.virtual_head import VirtualHead
 from starsd.scripts.virtual_star import ChargedDrafter, VirtualServer
+from starsd.shared.errors import UsageError
 
 APART_SECONDS = 0.0137  # between the starts of two edges, so that they are not in step
 
@@ -69,7 +71,10 @@ def simulate(
     *,
     connected: bool = True,
 ) -> dict[str, Any]:
-    """The star for `seconds` on a virtual clock; not `connected`: every edge is alone with its own drafts."""
+    """The star for `seconds` on a virtual clock; not `connected`: every edge is alone with its own drafts.
+
+    Raises UsageError when an edge reads its prompt for all that time.
+    """
     tallies = [_Tally() for _ in range(count)]
     with VirtualClock() as clock:
         drafter = head.on(clock, star.limits, star.cost)
@@ -79,19 +84,16 @@ def simulate(
             if connected:
                 edge.line.connect()
             runs = recordings.turned(number / count)
-            clock.spawn(
-                lambda edge=edge, tally=tally, runs=runs, number=number: _work(  # type: ignore[misc]
-                    clock, edge, tally, runs, number * APART_SECONDS
-                ),
-                f"edge {number}",
-                daemon=True,
-            )
+            work = partial(_work, clock, edge, tally, runs, number * APART_SECONDS)
+            clock.spawn(work, f"edge {number}", daemon=True)
         clock.run(until=SETTLE_SECONDS)
         charged = drafter.drafter
         assert isinstance(charged, ChargedDrafter)
         before = charged.busy_seconds
         clock.run(until=SETTLE_SECONDS + seconds)
         busy, waits = charged.busy_seconds - before, server.queue.waits
+    if not all(tally.passes for tally in tallies):
+        raise UsageError(f"{seconds:g} seconds are too short for an answer's second token, expected more --seconds")
     speeds = [tally.tokens / tally.seconds for tally in tallies]
     return {
         "system_tok_s": round(sum(speeds), 2),

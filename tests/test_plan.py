@@ -18,6 +18,7 @@ from starsd.scripts.plan import predict
 from starsd.scripts.star_clocks import simulate
 from starsd.scripts.virtual_edge import Star
 from starsd.scripts.virtual_head import DraftCost
+from starsd.shared.errors import UsageError
 
 HELPED = {"per_target_tok_s": 40.0, "tau": 2.0, "drafter_idle": 0.75, "queue_ms_p99": 2.5}
 ALONE = {"per_target_tok_s": 20.0, "tau": 1.0, "drafter_idle": 1.0, "queue_ms_p99": None}
@@ -57,6 +58,13 @@ def test_a_measured_star_does_no_worse() -> None:
     (row,) = predict(helped, alone, DEVICE.plain_tok_s, [6])
     assert row["drafter_idle"] == 0
     assert measured(6)["per_target_tok_s"] >= 0.97 * row["per_target_tok_s"] > DEVICE.plain_tok_s
+
+
+def test_a_time_in_which_nobody_says_anything_is_refused() -> None:
+    head: Any = ToyHead()
+    star = Star(profile=DEVICE, link=LinkSettings(rtt_ms=5), codec="fp16", limits=LIMITS, ngrams=False)
+    with pytest.raises(UsageError, match=r"^0.05 seconds are too short for an answer's second token, expected more"):
+        simulate(star, head, toy_recordings(), 1, 0.05, Policy.NEVER_WAIT)
 
 
 def test_numbers_of_devices_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
