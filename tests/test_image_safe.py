@@ -18,7 +18,7 @@ from starsd.edge import image_alone, image_build, image_manifest
 from starsd.edge.enrol import DEVICE_FILE, Device
 from starsd.edge.flash import plan_flash
 from starsd.edge.image_mounts import check_places, mounted, mounted_below
-from starsd.edge.image_plan import RELEASE_KEY, WIFI_FILE
+from starsd.edge.image_plan import RELEASE_KEY, WIFI_FILE, Order
 from starsd.edge.image_tree import File, apply
 from starsd.edge.image_users import ACCOUNTS
 from starsd.edge.image_wheels import read_wheelhouse
@@ -38,14 +38,8 @@ def files(root: Path) -> dict[str, Any]:
     return {path: content for path, (*_, content) in state(root).items() if content is not None}
 
 
-@pytest.mark.parametrize("last", ["etc/shadow", "etc/sudoers.d/50-edge", RELEASE_KEY, DEVICE_FILE, WIFI_FILE])
-def test_nothing_of_an_image_that_was_stopped_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
-    """One device's secrets must not end up in another's image, nor its user, nor the key that it updates by."""
-    change: dict[str, Any] = {"device": None, "keys": b"", "release_key": b""}
-    order = make_order(tmp_path)
-    (tmp_path / "whole").mkdir()
-    whole = make_order(tmp_path / "whole", **change)
-    expected = build(whole, tmp_path / "whole"), files(whole.root)
+def stop_behind(last: str, order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that is interrupted once it has written `last`."""
 
     def stop(root: Path, step: Any) -> None:
         apply(root, step)
@@ -56,6 +50,18 @@ def test_nothing_of_an_image_that_was_stopped_stays(tmp_path: Path, monkeypatch:
         patch.setattr(image_build, "apply", stop)
         with pytest.raises(KeyboardInterrupt):
             build(order, tmp_path)
+
+
+@pytest.mark.parametrize("last", ["etc/shadow", "etc/sudoers.d/50-edge", RELEASE_KEY, DEVICE_FILE, WIFI_FILE])
+def test_nothing_of_an_image_that_was_stopped_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    """One device's secrets must not end up in another's image, nor its user, nor the key that it updates by."""
+    change: dict[str, Any] = {"device": None, "keys": b"", "release_key": b""}
+    order = make_order(tmp_path)
+    (tmp_path / "whole").mkdir()
+    whole = make_order(tmp_path / "whole", **change)
+    expected = build(whole, tmp_path / "whole"), files(whole.root)
+
+    stop_behind(last, order, tmp_path, monkeypatch)
     assert (order.root / last).exists()
     begun = image_manifest.read(order.root)
     assert begun is not None
@@ -81,16 +87,7 @@ def test_a_user_is_taken_out_however_often_it_is_stopped(tmp_path: Path, monkeyp
     build(order, tmp_path)
     without = msgspec.structs.replace(order, keys=b"")
     for last in ("etc/shadow", "etc/group"):
-
-        def stop(root: Path, step: Any, last: str = last) -> None:
-            apply(root, step)
-            if step.path == last:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(image_build, "apply", stop)
-            with pytest.raises(KeyboardInterrupt):
-                build(without, tmp_path)
+        stop_behind(last, without, tmp_path, monkeypatch)
     build(without, tmp_path)
     after = state(order.root)
     for path in ACCOUNTS:
